@@ -1,0 +1,56 @@
+//! What kind of memory an address points to.
+
+use std::ffi::c_void;
+
+use cudarc::driver::sys::CUpointer_attribute_enum as Attribute;
+
+use crate::driver::Driver;
+use crate::error::{CudaError, Result};
+use crate::raw;
+
+/// The kind of memory behind an address, as the driver sees it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum PointerKind {
+    /// Memory the driver does not know: pageable host memory (or no memory at all).
+    System,
+    /// Page-locked host memory, allocated by the driver or registered with it; the driver does not tell the two apart.
+    Pinned,
+    /// Memory of the device with this ordinal.
+    Device(u32),
+    /// Managed memory, which moves between host and devices.
+    Managed,
+}
+
+/// `CU_MEMORYTYPE_HOST`.
+const HOST: u64 = 1;
+/// `CU_MEMORYTYPE_DEVICE`.
+const DEVICE: u64 = 2;
+
+/// Asks the driver what `addr` points to (`cuPointerGetAttributes`). Needs no current context.
+///
+/// # Errors
+/// Those of [`Driver::get`] (without a driver all memory is the system's; the caller decides), the driver's refusal, or
+/// [`CudaError::UnknownMemoryType`].
+pub fn pointer_kind(addr: u64) -> Result<PointerKind> {
+    Driver::get()?;
+    let mut asked = [
+        Attribute::CU_POINTER_ATTRIBUTE_MEMORY_TYPE as u32,
+        Attribute::CU_POINTER_ATTRIBUTE_IS_MANAGED as u32,
+        Attribute::CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL as u32,
+    ];
+    // The attributes are four bytes or fewer; eight zeroed ones hold any of them on a little-endian machine.
+    let (mut memory_type, mut is_managed, mut ordinal) = (0_u64, 0_u64, 0_u64);
+    let mut values: [*mut c_void; 3] =
+        [(&raw mut memory_type).cast(), (&raw mut is_managed).cast(), (&raw mut ordinal).cast()];
+    // SAFETY: both arrays have three live entries, each value has room for its attribute, and any address may be asked
+    // about: for one it does not know the driver stores nulls.
+    unsafe { raw::cuPointerGetAttributes(3, asked.as_mut_ptr(), values.as_mut_ptr(), addr) }?;
+    match (memory_type, is_managed & 0xFF) {
+        (_, managed) if managed != 0 => Ok(PointerKind::Managed),
+        (0, _) => Ok(PointerKind::System),
+        (HOST, _) => Ok(PointerKind::Pinned),
+        // An ordinal is a small non-negative int: the low half holds it.
+        (DEVICE, _) => Ok(PointerKind::Device(ordinal as u32)),
+        (value, _) => Err(CudaError::UnknownMemoryType { addr, value }),
+    }
+}

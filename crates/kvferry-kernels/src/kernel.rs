@@ -1,0 +1,75 @@
+//! Names of the kernels and of the modules that hold them.
+
+/// One compiled `.cu` file: the unit that a driver loads.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[non_exhaustive]
+pub enum Module {
+    /// `cuda/vectorized_copy.cu`.
+    VectorizedCopy,
+}
+
+impl Module {
+    /// Every module; `module as usize` is its index here, so that caches can be arrays.
+    pub const ALL: &'static [Self] = &[Self::VectorizedCopy];
+
+    /// The file stem of its source.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::VectorizedCopy => "vectorized_copy",
+        }
+    }
+}
+
+/// One entry point.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[non_exhaustive]
+pub enum Kernel {
+    /// Copies pairs of equally long runs named by two pointer tables.
+    VectorizedCopy,
+}
+
+impl Kernel {
+    /// Every kernel; `kernel as usize` is its index here, so that caches can be arrays.
+    pub const ALL: &'static [Self] = &[Self::VectorizedCopy];
+
+    /// The symbol to look up in [`Kernel::module`].
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::VectorizedCopy => "vectorized_copy",
+        }
+    }
+
+    /// The module that holds it.
+    #[must_use]
+    pub const fn module(self) -> Module {
+        match self {
+            Self::VectorizedCopy => Module::VectorizedCopy,
+        }
+    }
+
+    /// Bytes of its parameter struct.
+    #[must_use]
+    pub const fn param_bytes(self) -> usize {
+        match self {
+            Self::VectorizedCopy => size_of::<crate::VectorizedCopyParams>(),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn indices_match_positions() {
+        for (index, kernel) in Kernel::ALL.iter().enumerate() {
+            assert_eq!(*kernel as usize, index);
+        }
+        for (index, module) in Module::ALL.iter().enumerate() {
+            assert_eq!(*module as usize, index);
+            assert!(Kernel::ALL.iter().any(|kernel| kernel.module() == *module));
+        }
+    }
+}

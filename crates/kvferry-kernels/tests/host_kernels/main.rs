@@ -1,0 +1,11 @@
+//! The kernel bodies of `cuda/` on the CPU, against oracles written in Rust. `scripts/sanitize.sh` runs the same tests
+//! under the address and undefined-behaviour sanitizers.
+#![allow(clippy::unwrap_used, reason = "helpers of tests are not seen as tests")]
+
+mod arena;
+mod copy_case;
+mod ffi;
+mod fibers;
+mod layout;
+mod negative;
+mod vectorized_copy;

@@ -1,0 +1,93 @@
+//! Rust errors as the exceptions of `kvferry._errors`, with their fields as attributes.
+
+use kvferry::{Error, LayoutError, PlanError};
+use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyType};
+
+/// Builds `kvferry._errors.<class>(message)` and sets the given attributes.
+fn raise(py: Python<'_>, class: &'static str, message: String, fill: impl FnOnce(&Bound<'_, PyDict>) -> PyResult<()>) -> PyErr {
+    let make = || -> PyResult<PyErr> {
+        let class = py.import("kvferry._errors")?.getattr(class)?.cast_into::<PyType>()?;
+        let fields = PyDict::new(py);
+        fill(&fields)?;
+        let error = class.call((message.as_str(),), Some(&fields))?;
+        Ok(PyErr::from_value(error))
+    };
+    make().unwrap_or_else(|error| error)
+}
+
+/// `class` with a message and nothing else.
+pub(crate) fn plain(py: Python<'_>, class: &'static str, message: impl Into<String>) -> PyErr {
+    raise(py, class, message.into(), |_| Ok(()))
+}
+
+/// The exception for a kvferry error. No wildcard over our own variants where a field would be lost.
+pub(crate) fn to_py(py: Python<'_>, error: Error) -> PyErr {
+    let message = error.to_string();
+    match error {
+        Error::Layout(error) => layout(py, error),
+        Error::Plan(error) => plan(py, error),
+        Error::HostMemory(error) => {
+            let errno = error.errno();
+            raise(py, "HostMemoryError", message, |d| d.set_item("errno", errno))
+        }
+        Error::Cuda(error) => raise(py, "CudaError", message, |d| {
+            d.set_item("code", error.code())?;
+            d.set_item("name", error.name())?;
+            d.set_item("call", error.call())
+        }),
+        Error::MixedMemory { .. } | Error::ReadOnlyDestination { .. } => plain(py, "LayoutError", message),
+        Error::StrategyMismatch { .. } | Error::InvalidOption { .. } => plain(py, "OptionError", message),
+        Error::Unsupported { .. } => plain(py, "Unsupported", message),
+        Error::Closed => plain(py, "ClosedError", message),
+        Error::Fork(_) => plain(py, "ForkError", message),
+        Error::Transfer(failure) => raise(py, "TransferError", message, |d| {
+            d.set_item("failed_blocks", failure.failed_blocks)
+        }),
+        Error::Timeout { seconds } => raise(py, "WaitTimeout", message, |d| d.set_item("seconds", seconds)),
+        Error::Thread(_) | Error::Region(_) => plain(py, "TransferError", message),
+        _ => plain(py, "Error", message),
+    }
+}
+
+fn plan(py: Python<'_>, error: PlanError) -> PyErr {
+    let message = error.to_string();
+    match error {
+        PlanError::BlockId { side, index, value, limit } => block_id(py, message, &side.to_string(), index, value, limit),
+        PlanError::DuplicateDestination { value, first, second } => raise(py, "DuplicateBlockError", message, |d| {
+            d.set_item("value", value)?;
+            d.set_item("first", first)?;
+            d.set_item("second", second)
+        }),
+        PlanError::Overlap { src, dst, addr } => raise(py, "OverlapError", message, |d| {
+            d.set_item("src_block", src)?;
+            d.set_item("dst_block", dst)?;
+            d.set_item("address", addr)
+        }),
+        _ => plain(py, "LayoutError", message),
+    }
+}
+
+pub(crate) fn block_id(py: Python<'_>, message: String, side: &str, index: usize, value: i64, limit: u64) -> PyErr {
+    raise(py, "BlockIdError", message, |d| {
+        d.set_item("side", side)?;
+        d.set_item("index", index)?;
+        d.set_item("value", value)?;
+        d.set_item("limit", limit)
+    })
+}
+
+pub(crate) fn layout(py: Python<'_>, error: LayoutError) -> PyErr {
+    plain(py, "LayoutError", error.to_string())
+}
+
+/// Turns any kvferry result into a Python one.
+pub(crate) trait OrRaise<T> {
+    fn or_raise(self, py: Python<'_>) -> PyResult<T>;
+}
+
+impl<T, E: Into<Error>> OrRaise<T> for Result<T, E> {
+    fn or_raise(self, py: Python<'_>) -> PyResult<T> {
+        self.map_err(|error| to_py(py, error.into()))
+    }
+}

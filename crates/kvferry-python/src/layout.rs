@@ -1,0 +1,315 @@
+//! `kvferry.PhysicalLayout` and `kvferry.Region`.
+
+use std::sync::Arc;
+
+use kvferry::{Axis, BlockDim, KvOrder, LayoutKind, MemoryKind};
+use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyList};
+
+use crate::arrays;
+use crate::config::LayoutConfig;
+use crate::errors::{OrRaise, plain};
+use crate::memory::Memory;
+
+/// A layout bound to memory, owned or borrowed.
+#[pyclass(frozen, module = "kvferry")]
+pub(crate) struct PhysicalLayout(pub(crate) Arc<kvferry::PhysicalLayout>);
+
+fn make(py: Python<'_>, config: &LayoutConfig, memory: &Memory, kind: LayoutKind) -> PyResult<PhysicalLayout> {
+    let (config, memory) = (config.0, memory.0);
+    let made = py.detach(|| {
+        let layout = kvferry::Layout::of_kind(config, kind)?;
+        kvferry::PhysicalLayout::allocate(layout, memory)
+    });
+    Ok(PhysicalLayout(made.or_raise(py)?))
+}
+
+#[pymethods]
+impl PhysicalLayout {
+    /// One allocation, blocks outermost.
+    #[staticmethod]
+    #[pyo3(signature = (config, memory, *, order="NHD"))]
+    fn fully_contiguous(py: Python<'_>, config: &LayoutConfig, memory: &Memory, order: &str) -> PyResult<Self> {
+        make(py, config, memory, LayoutKind::FullyContiguous { order: order.parse::<KvOrder>().or_raise(py)? })
+    }
+
+    /// One allocation per layer.
+    #[staticmethod]
+    #[pyo3(signature = (config, memory, *, block_dim="block_first", order="NHD"))]
+    fn layer_separate(
+        py: Python<'_>,
+        config: &LayoutConfig,
+        memory: &Memory,
+        block_dim: &str,
+        order: &str,
+    ) -> PyResult<Self> {
+        let block_dim = block_dim.parse::<BlockDim>().or_raise(py)?;
+        let order = order.parse::<KvOrder>().or_raise(py)?;
+        make(py, config, memory, LayoutKind::LayerSeparate { block_dim, order })
+    }
+
+    /// One allocation per layer for K and one for V.
+    #[staticmethod]
+    #[pyo3(signature = (config, memory, *, order="NHD"))]
+    fn split_kv(py: Python<'_>, config: &LayoutConfig, memory: &Memory, order: &str) -> PyResult<Self> {
+        make(py, config, memory, LayoutKind::SplitKv { order: order.parse::<KvOrder>().or_raise(py)? })
+    }
+
+    /// One region per block.
+    #[staticmethod]
+    #[pyo3(signature = (config, memory, *, order="NHD"))]
+    fn block_pool(py: Python<'_>, config: &LayoutConfig, memory: &Memory, order: &str) -> PyResult<Self> {
+        make(py, config, memory, LayoutKind::BlockPool { order: order.parse::<KvOrder>().or_raise(py)? })
+    }
+
+    /// Foreign arrays as a layout, without copying.
+    #[staticmethod]
+    #[pyo3(signature = (tensors, *, axes, config=None, dtype=None))]
+    fn from_tensors(
+        py: Python<'_>,
+        tensors: &Bound<'_, PyAny>,
+        axes: &str,
+        config: Option<&LayoutConfig>,
+        dtype: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<Self> {
+        let axes = Axis::parse_list(axes).or_raise(py)?;
+        let declared = match dtype {
+            Some(value) => Some(crate::config::dtype(value)?),
+            None => config.map(|config| config.0.dtype()),
+        };
+        let (found, pairs) = arrays::collect(tensors, declared)?;
+        let Some(first) = found.first() else {
+            return Err(plain(py, "LayoutError", "tensors is empty"));
+        };
+        let (element, memory) = (first.dtype, first.memory);
+        if let Some(other) = found.iter().find(|array| array.dtype != element) {
+            let message = format!("{}: dtype is {}, expected {element}", other.array.name, other.dtype);
+            return Err(plain(py, "LayoutError", message));
+        }
+        let (mut shapes, mut regions) = (Vec::new(), Vec::new());
+        for array in found {
+            shapes.push(array.array);
+            regions.push(array.region);
+        }
+        let layout = kvferry::Layout::from_arrays(&shapes, &axes, pairs, element, config.map(|c| &c.0)).or_raise(py)?;
+        Ok(PhysicalLayout(kvferry::PhysicalLayout::from_regions(layout, memory, regions).or_raise(py)?))
+    }
+
+    #[getter]
+    fn config(&self) -> LayoutConfig {
+        LayoutConfig(*self.0.layout().config())
+    }
+
+    /// "FullyContiguous", "LayerSeparate", "SplitKv", "BlockPool" or "Strided".
+    #[getter]
+    fn kind(&self) -> &'static str {
+        self.0.layout().kind().name()
+    }
+
+    /// "NHD", "HND", "universal", or None for foreign memory.
+    #[getter]
+    fn order(&self) -> Option<&'static str> {
+        self.0.layout().kind().order().map(KvOrder::name)
+    }
+
+    /// Axes inside a block, outermost first, as they lie in memory.
+    #[getter]
+    fn axes(&self) -> Vec<&'static str> {
+        self.0.layout().view().stride_order().into_iter().map(Axis::name).collect()
+    }
+
+    #[getter]
+    fn memory(&self) -> Memory {
+        Memory(self.0.memory_kind())
+    }
+
+    #[getter]
+    fn num_blocks(&self) -> u64 {
+        self.0.layout().config().num_blocks()
+    }
+
+    #[getter]
+    fn num_regions(&self) -> usize {
+        self.0.regions().len()
+    }
+
+    /// Bytes of all regions.
+    #[getter]
+    fn nbytes(&self) -> u64 {
+        self.0.spans().iter().map(|span| span.len).sum()
+    }
+
+    /// Byte strides by axis; 0 on axes that step regions.
+    #[getter]
+    fn strides<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let dict = PyDict::new(py);
+        for axis in Axis::ALL {
+            dict.set_item(axis.name(), self.0.layout().view().stride(axis))?;
+        }
+        Ok(dict)
+    }
+
+    /// The contiguous bytes of (block, layer, outer); LayoutError where they are not contiguous.
+    #[pyo3(signature = (block, layer, outer=0))]
+    fn region(slf: &Bound<'_, Self>, block: u64, layer: u64, outer: u64) -> PyResult<Region> {
+        let layout = &slf.get().0;
+        let span = layout.memory_region(block, layer, outer).or_raise(slf.py())?;
+        Ok(Region { layout: layout.clone(), addr: span.addr, nbytes: span.len, shape: vec![span.len], strides: None, typestr: "|u1" })
+    }
+
+    /// Every region as a zero-copy view with its own axes; see `region_axes`. Types NumPy lacks appear as raw integers.
+    #[getter]
+    fn regions(slf: &Bound<'_, Self>) -> PyResult<Vec<Region>> {
+        let layout = &slf.get().0;
+        let view = layout.layout().view();
+        let axes = region_axes(layout);
+        let shape: Vec<u64> = axes.iter().map(|&axis| view.extent(axis)).collect();
+        let strides: Vec<u64> = axes.iter().map(|&axis| view.stride(axis)).collect();
+        if view.block_step().parts > 1 && axes.contains(&Axis::Block) {
+            let message = "a layout re-addressed in finer pages has no plain strided view; take it of the original";
+            return Err(plain(slf.py(), "LayoutError", message));
+        }
+        Ok(layout
+            .spans()
+            .iter()
+            .map(|span| Region {
+                layout: layout.clone(),
+                addr: span.addr,
+                nbytes: span.len,
+                shape: shape.clone(),
+                strides: Some(strides.clone()),
+                typestr: typestr(layout.layout().config().dtype()),
+            })
+            .collect())
+    }
+
+    /// Axes of each item of `regions`, outermost first.
+    #[getter]
+    fn region_axes(&self) -> Vec<&'static str> {
+        region_axes(&self.0).into_iter().map(Axis::name).collect()
+    }
+
+    /// Zero-copy NumPy view: one array, or a list with one array per region. Needs NumPy.
+    fn numpy<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
+        let py = slf.py();
+        let numpy = py.import("numpy")?;
+        let arrays = PyList::empty(py);
+        for region in Self::regions(slf)? {
+            arrays.append(numpy.call_method1("asarray", (Bound::new(py, region)?,))?)?;
+        }
+        if arrays.len() == 1 { arrays.get_item(0) } else { Ok(arrays.into_any()) }
+    }
+
+    /// Sets every byte of every region, padding included.
+    fn fill(&self, py: Python<'_>, value: u8) -> PyResult<()> {
+        py.detach(|| self.0.fill(value)).or_raise(py)
+    }
+
+    /// The same memory re-addressed in pages of `page_size` tokens: id = parts * block + part.
+    fn with_page_size(&self, py: Python<'_>, page_size: u64) -> PyResult<Self> {
+        Ok(PhysicalLayout(self.0.with_page_size(page_size).or_raise(py)?))
+    }
+
+    fn __repr__(&self) -> String {
+        let layout = self.0.layout();
+        let c = layout.config();
+        let order = layout.kind().order().map(|order| format!(" {order}")).unwrap_or_default();
+        let first = self.0.spans().first().map_or(0, |span| span.addr);
+        format!(
+            "PhysicalLayout({}{order}, {} blocks x {} layers x {} outer x {} tokens x {} heads x {} {}, \
+             {} region(s) of {} bytes in {} memory, first at {first:#x})",
+            self.kind(), c.num_blocks(), c.num_layers(), c.outer_dim(), c.page_size(), c.num_heads(), c.head_dim(),
+            c.dtype(), self.0.regions().len(), layout.region_bytes(), self.0.memory_kind(),
+        )
+    }
+}
+
+fn region_axes(layout: &kvferry::PhysicalLayout) -> Vec<Axis> {
+    let view = layout.layout().view();
+    view.order().into_iter().filter(|&axis| view.region_stride(axis) == 0).collect()
+}
+
+/// NumPy type string; widths without a NumPy type are shown as unsigned integers.
+fn typestr(dtype: kvferry::Dtype) -> &'static str {
+    use kvferry::Dtype as D;
+    match dtype {
+        D::Float16 => "<f2",
+        D::Float32 => "<f4",
+        D::Float64 => "<f8",
+        D::Int8 => "|i1",
+        D::Int16 => "<i2",
+        D::Int32 => "<i4",
+        D::Int64 => "<i8",
+        D::BFloat16 => "<u2",
+        _ => "|u1",
+    }
+}
+
+/// A piece of a layout's memory. Keeps the layout alive; NumPy reads it without copying.
+#[pyclass(frozen, module = "kvferry")]
+pub(crate) struct Region {
+    layout: Arc<kvferry::PhysicalLayout>,
+    addr: u64,
+    nbytes: u64,
+    shape: Vec<u64>,
+    strides: Option<Vec<u64>>,
+    typestr: &'static str,
+}
+
+#[pymethods]
+impl Region {
+    /// First address.
+    #[getter]
+    fn addr(&self) -> u64 {
+        self.addr
+    }
+
+    /// Length in bytes.
+    #[getter]
+    fn nbytes(&self) -> u64 {
+        self.nbytes
+    }
+
+    /// Where the bytes lie.
+    #[getter]
+    fn memory(&self) -> Memory {
+        Memory(self.layout.memory_kind())
+    }
+
+    #[getter]
+    fn __array_interface__<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        if !self.layout.memory_kind().is_host() {
+            // AttributeError, so that protocol look-ups go on to the next one.
+            return Err(pyo3::exceptions::PyAttributeError::new_err("device memory has no __array_interface__"));
+        }
+        self.interface(py)
+    }
+
+    #[getter]
+    fn __cuda_array_interface__<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        if !matches!(self.layout.memory_kind(), MemoryKind::Device(_)) {
+            return Err(pyo3::exceptions::PyAttributeError::new_err("host memory has no __cuda_array_interface__"));
+        }
+        self.interface(py)
+    }
+
+    fn __repr__(&self) -> String {
+        format!("Region({} bytes at {:#x} in {} memory)", self.nbytes, self.addr, self.layout.memory_kind())
+    }
+}
+
+impl Region {
+    fn interface<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let dict = PyDict::new(py);
+        let read_only = self.layout.read_only_region().is_some();
+        dict.set_item("version", 3)?;
+        dict.set_item("data", (self.addr, read_only))?;
+        dict.set_item("shape", pyo3::types::PyTuple::new(py, &self.shape)?)?;
+        dict.set_item("typestr", self.typestr)?;
+        match &self.strides {
+            Some(strides) => dict.set_item("strides", pyo3::types::PyTuple::new(py, strides)?)?,
+            None => dict.set_item("strides", py.None())?,
+        }
+        Ok(dict)
+    }
+}

@@ -1,0 +1,96 @@
+//! The error type of the crate.
+
+use kvferry_cuda::CudaError;
+use kvferry_host::{ForkError, HostMemoryError, RegionError};
+use kvferry_layout::{LayoutError, PlanError};
+
+use crate::memory::MemoryKind;
+use crate::transfer::{TransferFailure, TransferStrategy};
+
+/// Result of kvferry's own calls.
+pub type Result<T> = std::result::Result<T, Error>;
+
+/// Everything that can go wrong. What is refused is refused before anything moves.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// A layout cannot be what it claims.
+    #[error(transparent)]
+    Layout(#[from] LayoutError),
+    /// Two layouts, or the ids given with them, cannot be planned.
+    #[error(transparent)]
+    Plan(#[from] PlanError),
+    /// Host memory could not be had.
+    #[error(transparent)]
+    HostMemory(#[from] HostMemoryError),
+    /// An access left a region of host memory.
+    #[error(transparent)]
+    Region(#[from] RegionError),
+    /// The CUDA driver said no, or is not there.
+    #[error(transparent)]
+    Cuda(#[from] CudaError),
+    /// Regions of one layout lie in different kinds of memory.
+    #[error("region {region} lies in {found} memory, the layout in {expected}")]
+    MixedMemory {
+        /// Region index.
+        region: usize,
+        /// Its kind.
+        found: MemoryKind,
+        /// Kind of the layout.
+        expected: MemoryKind,
+    },
+    /// The strategy asked for contradicts the memory kinds.
+    #[error("strategy {asked} was asked for, but a copy from {src} to {dst} memory is {derived}")]
+    StrategyMismatch {
+        /// Strategy given.
+        asked: TransferStrategy,
+        /// Strategy that follows from the memory.
+        derived: TransferStrategy,
+        /// Source memory.
+        src: MemoryKind,
+        /// Destination memory.
+        dst: MemoryKind,
+    },
+    /// The destination's owner lent it for reading only.
+    #[error("the destination layout is read-only (region {region})")]
+    ReadOnlyDestination {
+        /// First read-only region.
+        region: usize,
+    },
+    /// Something kvferry does not do here, by name.
+    #[error("{what} is not supported: {why}")]
+    Unsupported {
+        /// What was asked.
+        what: String,
+        /// Why not.
+        why: String,
+    },
+    /// An option with an illegal value.
+    #[error("{option} must be {expected}, got {value}")]
+    InvalidOption {
+        /// Option name.
+        option: &'static str,
+        /// What is legal.
+        expected: String,
+        /// Value given.
+        value: String,
+    },
+    /// The context has been closed.
+    #[error("the transfer context is closed")]
+    Closed,
+    /// A context made before a fork was used in the child.
+    #[error(transparent)]
+    Fork(#[from] ForkError),
+    /// A job failed; its blocks must be taken as not moved.
+    #[error(transparent)]
+    Transfer(#[from] TransferFailure),
+    /// A wait ran out of time; the job goes on.
+    #[error("still not complete after {seconds} s")]
+    Timeout {
+        /// Seconds waited.
+        seconds: f64,
+    },
+    /// The system refused to start a thread.
+    #[error("cannot start a copy thread: {0}")]
+    Thread(#[source] std::io::Error),
+}

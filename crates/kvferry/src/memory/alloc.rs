@@ -1,0 +1,52 @@
+//! One allocation per layout, carved into its regions.
+
+use std::sync::Arc;
+
+use kvferry_cuda::{DeviceBuffer, PinnedBuffer};
+use kvferry_host::{HostBuffer, HostOptions, HostRegion, Owner};
+use kvferry_layout::{Layout, LayoutError};
+
+use super::{MemoryKind, Region};
+use crate::error::{Error, Result};
+
+/// Regions after the first start at least here, so that separate layers never share a cache line or a sector.
+const REGION_ALIGNMENT: u64 = 512;
+
+/// What every allocator we use guarantees for the base address.
+const BASE_ALIGNMENT: u64 = 512;
+
+pub(crate) fn allocate(layout: &Layout, kind: MemoryKind) -> Result<Vec<Region>> {
+    let overflow = |what| Error::Layout(LayoutError::Overflow { what });
+    let alignment = layout.config().alignment().max(REGION_ALIGNMENT);
+    let region = layout.region_bytes();
+    let step = region.checked_next_multiple_of(alignment).ok_or_else(|| overflow("bytes of a region"))?;
+    let slack = if alignment > BASE_ALIGNMENT { alignment } else { 0 };
+    let total = step
+        .checked_mul(layout.num_regions() - 1)
+        .and_then(|bytes| bytes.checked_add(region))
+        .and_then(|bytes| bytes.checked_add(slack))
+        .filter(|&bytes| bytes <= i64::MAX as u64)
+        .ok_or_else(|| overflow("bytes of all regions"))?;
+    let len = usize::try_from(total).map_err(|_| overflow("bytes of all regions"))?;
+    let starts = |base: u64| {
+        let first = base.next_multiple_of(alignment) - base;
+        (0..layout.num_regions()).map(move |index| first + index * step)
+    };
+    match kind {
+        MemoryKind::System => {
+            let whole = HostRegion::of_buffer(Arc::new(HostBuffer::new(len, HostOptions::default())?));
+            starts(whole.addr()).map(|start| Ok(Region::Host(whole.part(start, region)?))).collect()
+        }
+        MemoryKind::Pinned => {
+            let whole = PinnedBuffer::new(len, 0)?.into_region();
+            starts(whole.addr()).map(|start| Ok(Region::Host(whole.part(start, region)?))).collect()
+        }
+        MemoryKind::Device(ordinal) => {
+            let buffer = Arc::new(DeviceBuffer::new(len, ordinal)?);
+            let owner: Owner = buffer.clone();
+            Ok(starts(buffer.addr())
+                .map(|start| Region::device(buffer.addr() + start, region, ordinal, owner.clone()))
+                .collect())
+        }
+    }
+}

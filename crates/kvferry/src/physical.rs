@@ -1,0 +1,172 @@
+//! Layouts bound to memory.
+
+use std::fmt;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use kvferry_host::HostRegion;
+use kvferry_layout::{Layout, PairPlan, PairRequest, Part, RegionSpan, Transform};
+
+use crate::error::{Error, Result};
+use crate::memory::{MemoryKind, Region, allocate};
+
+/// A layout and the memory it describes, owned or borrowed. Immutable; a pending transfer keeps both of its own alive.
+pub struct PhysicalLayout {
+    id: u64,
+    layout: Layout,
+    kind: MemoryKind,
+    regions: Vec<Region>,
+    spans: Vec<RegionSpan>,
+    owned: bool,
+}
+
+impl PhysicalLayout {
+    /// Allocates memory for `layout`, zeroed when it is host memory.
+    ///
+    /// # Errors
+    /// No memory, no driver or no such GPU.
+    pub fn allocate(layout: Layout, kind: MemoryKind) -> Result<Arc<PhysicalLayout>> {
+        let regions = allocate(&layout, kind)?;
+        PhysicalLayout::bind(layout, kind, regions, true)
+    }
+
+    /// Binds `layout` to memory that somebody else owns; each region's owner keeps it alive.
+    ///
+    /// # Errors
+    /// Regions that are too few, too small, misaligned, or of different kinds of memory.
+    pub fn from_regions(
+        layout: Layout,
+        kind: MemoryKind,
+        regions: Vec<Region>,
+    ) -> Result<Arc<PhysicalLayout>> {
+        PhysicalLayout::bind(layout, kind, regions, false)
+    }
+
+    fn bind(
+        layout: Layout,
+        kind: MemoryKind,
+        regions: Vec<Region>,
+        owned: bool,
+    ) -> Result<Arc<PhysicalLayout>> {
+        static NEXT_ID: AtomicU64 = AtomicU64::new(0);
+        if let Some((region, found)) = regions.iter().enumerate().find(|(_, region)| !region.is_of(kind)) {
+            return Err(Error::MixedMemory { region, found: found.kind(), expected: kind });
+        }
+        let spans: Vec<RegionSpan> = regions.iter().map(Region::span).collect();
+        layout.check_regions(&spans)?;
+        let id = NEXT_ID.fetch_add(1, Ordering::Relaxed);
+        Ok(Arc::new(PhysicalLayout { id, layout, kind, regions, spans, owned }))
+    }
+
+    /// The same memory re-addressed in pages of `page_size` tokens: `id = parts · block + part`.
+    ///
+    /// # Errors
+    /// `page_size` does not divide this layout's.
+    pub fn with_page_size(&self, page_size: u64) -> Result<Arc<PhysicalLayout>> {
+        let layout = self.layout.with_page_size(page_size)?;
+        PhysicalLayout::bind(layout, self.kind, self.regions.clone(), self.owned)
+    }
+
+    /// Number of this binding, unique in the process: a key for caches of plans.
+    pub const fn id(&self) -> u64 {
+        self.id
+    }
+
+    /// The address-free layout.
+    pub const fn layout(&self) -> &Layout {
+        &self.layout
+    }
+
+    /// Where the memory lies.
+    pub const fn memory_kind(&self) -> MemoryKind {
+        self.kind
+    }
+
+    /// Whether kvferry allocated the memory.
+    pub const fn is_owned(&self) -> bool {
+        self.owned
+    }
+
+    /// The regions, in region-table order.
+    pub fn regions(&self) -> &[Region] {
+        &self.regions
+    }
+
+    /// Addresses and lengths of the regions.
+    pub fn spans(&self) -> &[RegionSpan] {
+        &self.spans
+    }
+
+    /// First region that must not be written, if any.
+    pub fn read_only_region(&self) -> Option<usize> {
+        self.regions.iter().position(|region| !region.writable())
+    }
+
+    /// Address and length of (block, layer, outer).
+    ///
+    /// # Errors
+    /// A coordinate out of range, or a part that is not contiguous.
+    pub fn memory_region(&self, block: u64, layer: u64, outer: u64) -> Result<RegionSpan> {
+        let Part { place, nbytes } = self.layout.memory_region(block, layer, outer)?;
+        let base = self.spans[place.region as usize].addr;
+        Ok(RegionSpan { addr: base + place.offset, len: nbytes })
+    }
+
+    /// Sets every byte of every region, padding included.
+    ///
+    /// # Errors
+    /// Read-only memory, or memory the CPU cannot address.
+    pub fn fill(&self, value: u8) -> Result<()> {
+        for index in 0..self.regions.len() {
+            let region = self.host_region(index)?;
+            region.fill(0, region.len(), value)?;
+        }
+        Ok(())
+    }
+
+    /// Region `index` for the CPU.
+    ///
+    /// # Errors
+    /// Memory the CPU cannot address.
+    pub fn host_region(&self, index: usize) -> Result<&HostRegion> {
+        self.regions[index].host().ok_or_else(|| Error::Unsupported {
+            what: format!("CPU access to {} memory", self.kind),
+            why: "only system and pinned memory are addressable by the CPU".to_owned(),
+        })
+    }
+}
+
+impl fmt::Debug for PhysicalLayout {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("PhysicalLayout")
+            .field("id", &self.id)
+            .field("kind", &self.layout.kind())
+            .field("memory", &self.kind)
+            .field("regions", &self.spans.len())
+            .field("region_bytes", &self.layout.region_bytes())
+            .finish()
+    }
+}
+
+/// Whether blocks can move between two layouts at all, and if `transform` is forbidden, without an order change.
+///
+/// # Errors
+/// The first of layer count, outer dimension, dtype, head width, heads, page size and order that does not fit.
+pub fn validate_layout_compatibility(
+    src: &PhysicalLayout,
+    dst: &PhysicalLayout,
+    transform: Transform,
+) -> Result<()> {
+    PairPlan::new(src.layout(), dst.layout(), &PairRequest { transform, ..PairRequest::default() })?;
+    Ok(())
+}
+
+/// Whether the plan between two layouts moves each block as one run: same order, nothing left out, both contiguous.
+pub fn can_use_whole_block_transfer(
+    src: &PhysicalLayout,
+    dst: &PhysicalLayout,
+    layers: Option<std::ops::Range<u64>>,
+) -> Result<bool> {
+    let request = PairRequest { layers, ..PairRequest::default() };
+    Ok(PairPlan::new(src.layout(), dst.layout(), &request)?.whole_block())
+}

@@ -1,0 +1,24 @@
+//! Transfers: route, plan, engine, completion.
+
+mod choose;
+mod completion;
+mod context;
+mod ending;
+mod host;
+mod options;
+mod route;
+mod strategy;
+
+pub use choose::{Candidate, Choice, HostMode};
+pub use completion::{Outcome, TransferCompleteNotification, TransferFailure, TransferResult};
+pub use context::{TransferContext, TransferContextBuilder};
+pub use options::TransferOptions;
+pub use route::{Route, TransferPlan};
+pub use strategy::{Engine, TransferStrategy};
+
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+/// Locks; a panic elsewhere does not make our plain data invalid.
+pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

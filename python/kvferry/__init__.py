@@ -1,0 +1,82 @@
+"""kvferry moves KV-cache blocks between memories and layouts.
+
+    import kvferry as kf
+
+    cfg = kf.LayoutConfig(num_blocks=64, num_layers=32, page_size=16, num_heads=8, head_dim=128, dtype="bfloat16")
+    cache = kf.PhysicalLayout.layer_separate(cfg, kf.system())
+    pool = kf.PhysicalLayout.fully_contiguous(cfg, kf.system(), order="universal")
+    with kf.TransferContext() as ctx:
+        job = ctx.transfer(cache, pool, [3, 5], [0, 1])
+        print(job.wait())
+
+Importing needs no GPU, driver, NumPy or torch.
+"""
+
+from kvferry._core import (
+    LayoutConfig,
+    Memory,
+    PhysicalLayout,
+    Region,
+    Route,
+    Transfer,
+    TransferContext,
+    TransferPlan,
+    TransferResult,
+    build_info,
+    device,
+    devices,
+    pinned,
+    system,
+    usable_cpus,
+)
+from kvferry._errors import (
+    BlockIdError,
+    Busy,
+    ClosedError,
+    CudaError,
+    DuplicateBlockError,
+    Error,
+    ForkError,
+    HostMemoryError,
+    LayoutError,
+    OptionError,
+    OverlapError,
+    TransferError,
+    Unsupported,
+    WaitTimeout,
+)
+
+__version__: str = build_info()["version"]
+
+__all__ = [
+    "BlockIdError",
+    "Busy",
+    "ClosedError",
+    "CudaError",
+    "DuplicateBlockError",
+    "Error",
+    "ForkError",
+    "HostMemoryError",
+    "LayoutConfig",
+    "LayoutError",
+    "Memory",
+    "OptionError",
+    "OverlapError",
+    "PhysicalLayout",
+    "Region",
+    "Route",
+    "Transfer",
+    "TransferContext",
+    "TransferError",
+    "TransferPlan",
+    "TransferResult",
+    "Unsupported",
+    "WaitTimeout",
+    "__version__",
+    "build_info",
+    "device",
+    "devices",
+    "pinned",
+    "system",
+    "usable_cpus",
+]

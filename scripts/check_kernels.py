@@ -1,0 +1,143 @@
+#!/usr/bin/env python3
+"""Compiles every kernel for every default architecture and checks what the GPU-less tests cannot see.
+
+Fails on register spills, on a stack frame, on more registers than the table allows, and on kernels whose PTX
+lacks the wide global accesses they are meant to use. Prints one line per kernel and architecture. Needs nvcc
+13.0 and a host compiler.
+"""
+
+import argparse
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from find_nvcc import NvccNotFoundError, find_nvcc
+
+CUDA = Path(__file__).resolve().parent.parent / "cuda"
+ARCHS = ("80", "90", "100", "120")
+PTX_ARCHS = ("80", "120")
+# As in build/compile.rs, less what only concerns the fatbin.
+FLAGS = ("-std=c++17", "-O3", "-Iinclude", "-Werror=all-warnings")
+
+# 65,536 registers per multiprocessor: 64 allow one CTA of 1,024 threads, what the launch geometry counts on.
+REGISTER_CAP = {"vectorized_copy": 64}
+# A 16-byte access in any of its spellings.
+WIDE = r"\.global(?:\.\w+)*\.(?:v2\.[usbf]64|v4\.[usbf]32|b128)\b"
+PTX_MUST_HAVE = {"vectorized_copy": (rf"\bld{WIDE}", rf"\bst{WIDE}")}
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What ptxas says about one kernel."""
+
+    kernel: str
+    registers: int
+    stack: int
+    spill_stores: int
+    spill_loads: int
+
+    def faults(self) -> list[str]:
+        """Reasons to refuse it."""
+        found = []
+        if self.kernel not in REGISTER_CAP:
+            found.append("has no entry in REGISTER_CAP")
+        elif self.registers > REGISTER_CAP[self.kernel]:
+            found.append(f"uses {self.registers} registers, {REGISTER_CAP[self.kernel]} allowed")
+        if self.spill_stores or self.spill_loads:
+            found.append(f"spills {self.spill_stores} + {self.spill_loads} bytes")
+        if self.stack:
+            found.append(f"has a stack frame of {self.stack} bytes")
+        return found
+
+
+def run_nvcc(nvcc: Path, arguments: Sequence[str]) -> str:
+    """Runs nvcc in cuda/; returns what it says (ptxas reports on stderr)."""
+    done = subprocess.run([nvcc, *FLAGS, *arguments], cwd=CUDA, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        sys.exit(f"{nvcc} failed with {done.returncode}:\n{done.stdout}{done.stderr}")
+    return done.stdout + done.stderr
+
+
+def parse_usage(report: str) -> list[Usage]:
+    """Reads the report of `-Xptxas -v`."""
+    usages = []
+    for part in re.split(r"Compiling entry function ", report)[1:]:
+        name = re.match(r"'([^']+)'", part)
+        memory = re.search(
+            r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", part
+        )
+        registers = re.search(r"Used (\d+) registers", part)
+        if not (name and memory and registers):
+            sys.exit(f"cannot read the report of ptxas:\n{part}")
+        stack, stores, loads = (int(group) for group in memory.groups())
+        usages.append(Usage(name[1], int(registers[1]), stack, stores, loads))
+    return usages
+
+
+def kernels_in(ptx: str) -> dict[str, str]:
+    """The PTX of each entry point."""
+    parts = re.split(r"\.entry\s+(\w+)", ptx)
+    return dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+def check_arch(nvcc: Path, source: Path, arch: str, out: Path) -> list[tuple[str, list[str]]]:
+    """Compiles to machine code; a line and its faults per kernel."""
+    report = run_nvcc(nvcc, ["-cubin", "-Xptxas", "-v", f"-arch=sm_{arch}", "-o", str(out), source.name])
+    usages = parse_usage(report)
+    if not usages:
+        return [(f"{source.name} sm_{arch}", ["holds no kernel"])]
+    return [(f"{u.kernel:24} sm_{arch:4} {u.registers:3} registers", u.faults()) for u in usages]
+
+
+def check_ptx(nvcc: Path, source: Path, arch: str, out: Path) -> list[tuple[str, list[str]]]:
+    """Compiles to PTX and looks for the accesses each kernel must have; a line and its faults per kernel."""
+    run_nvcc(nvcc, ["-ptx", f"-arch=compute_{arch}", "-o", str(out), source.name])
+    lines = []
+    for kernel, text in kernels_in(out.read_text()).items():
+        wanted = PTX_MUST_HAVE.get(kernel, ())
+        counts = [len(re.findall(pattern, text)) for pattern in wanted]
+        faults = [f"lacks {pattern}" for pattern, count in zip(wanted, counts, strict=True) if count == 0]
+        lines.append((f"{kernel:24} compute_{arch}: wide loads and stores {counts}", faults))
+    return lines
+
+
+def main() -> int:
+    """Checks all kernels."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--nvcc", type=Path, help="instead of searching for one")
+    options = parser.parse_args()
+    try:
+        nvcc = options.nvcc or find_nvcc()
+    except NvccNotFoundError as error:
+        sys.exit(str(error))
+
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor() as pool:
+        jobs = []
+        for source in sorted(CUDA.glob("*.cu")):
+            stem = Path(folder) / source.stem
+            jobs += [
+                pool.submit(check_arch, nvcc, source, arch, stem.with_suffix(f".{arch}.cubin"))
+                for arch in ARCHS
+            ]
+            jobs += [
+                pool.submit(check_ptx, nvcc, source, arch, stem.with_suffix(f".{arch}.ptx"))
+                for arch in PTX_ARCHS
+            ]
+        lines = [line for job in jobs for line in job.result()]
+
+    failed = 0
+    for text, faults in lines:
+        print(f"{text}  {'; '.join(faults) or 'ok'}")
+        failed += bool(faults)
+    if not lines:
+        sys.exit(f"no kernels in {CUDA}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
