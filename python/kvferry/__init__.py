@@ -2,7 +2,9 @@
 
     import kvferry as kf
 
-    cfg = kf.LayoutConfig(num_blocks=64, num_layers=32, page_size=16, num_heads=8, head_dim=128, dtype="bfloat16")
+    cfg = kf.LayoutConfig(
+        num_blocks=64, num_layers=32, page_size=16, num_heads=8, head_dim=128, dtype="bfloat16"
+    )
     cache = kf.PhysicalLayout.layer_separate(cfg, kf.system())
     pool = kf.PhysicalLayout.fully_contiguous(cfg, kf.system(), order="universal")
     with kf.TransferContext() as ctx:
@@ -12,6 +14,7 @@
 Importing needs no GPU, driver, NumPy or torch.
 """
 
+from kvferry import _async as _async  # loaded now, not inside the first await
 from kvferry._core import (
     LayoutConfig,
     Memory,
@@ -37,8 +40,10 @@ from kvferry._errors import (
     DuplicateBlockError,
     Error,
     ForkError,
+    GuardError,
     HostMemoryError,
     LayoutError,
+    MismatchError,
     OptionError,
     OverlapError,
     TransferError,
@@ -56,10 +61,12 @@ __all__ = [
     "DuplicateBlockError",
     "Error",
     "ForkError",
+    "GuardError",
     "HostMemoryError",
     "LayoutConfig",
     "LayoutError",
     "Memory",
+    "MismatchError",
     "OptionError",
     "OverlapError",
     "PhysicalLayout",

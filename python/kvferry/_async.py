@@ -1,19 +1,30 @@
-"""The asyncio side of a transfer's completion: one watched descriptor per event loop."""
+"""The asyncio side of a transfer's completion: one watched descriptor per event loop.
+
+Imports asyncio when it is first needed: whoever awaits has it already, others need not pay for it.
+"""
 
 from __future__ import annotations
 
-import asyncio
 import itertools
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
-from kvferry._core import Notifier, Transfer, TransferResult
+from kvferry._core import Notifier
 from kvferry._errors import Error
 
-_Future = asyncio.Future[TransferResult]
+TYPE_CHECKING = False  # typing's, without importing typing
+if TYPE_CHECKING:
+    import asyncio
+    from collections.abc import Generator
+    from typing import Any, TypeAlias
+    from weakref import ReferenceType
+
+    from kvferry._core import Transfer, TransferResult
+
+    _Future: TypeAlias = asyncio.Future[TransferResult]
 
 
 class _LoopNotifier:
-    """Settles the futures of one loop. The loop owns it through its reader and drops it when it closes."""
+    """Settles the futures of one loop, which alone owns it, through its reader, until it closes."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._notifier = Notifier()
@@ -31,19 +42,34 @@ class _LoopNotifier:
             _settle(*self._pending.pop(key))
 
 
-_notifiers: WeakKeyDictionary[asyncio.AbstractEventLoop, _LoopNotifier] = WeakKeyDictionary()
+# Weak on both sides: futures refer to their loop, so a strong value would keep a closed loop with pending
+# futures, and the layouts of their jobs, for ever.
+_notifiers: WeakKeyDictionary[asyncio.AbstractEventLoop, ReferenceType[_LoopNotifier]] = WeakKeyDictionary()
 
 
-def future_of(job: Transfer) -> _Future:
+def wait_for(job: Transfer) -> Generator[Any, None, TransferResult]:
+    """What `await job` runs: a generator, so that no Python code runs inside the native call.
+
+    The interpreter's exit ends daemon threads; before Python 3.14, one that is in Python code which native code
+    called takes the process down.
+    """
+    return (yield from _future_of(job).__await__())
+
+
+def _future_of(job: Transfer) -> _Future:
     """A future of the running loop that ends as `job` ends. Cancelling it does not stop the job."""
+    import asyncio  # noqa: PLC0415 see above
+
     loop = asyncio.get_running_loop()
     future: _Future = loop.create_future()
     if job.done():
         _settle(future, job)
         return future
-    notifier = _notifiers.get(loop)
+    known = _notifiers.get(loop)
+    notifier = known() if known is not None else None
     if notifier is None:
-        notifier = _notifiers[loop] = _LoopNotifier(loop)
+        notifier = _LoopNotifier(loop)
+        _notifiers[loop] = ref(notifier)
     notifier.watch(future, job)
     return future
 

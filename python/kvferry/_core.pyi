@@ -1,8 +1,25 @@
-"""Native core of kvferry. Import `kvferry` instead."""
-
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator
 from types import TracebackType
 from typing import Any, Literal, Self, TypeAlias, TypedDict, final
+
+__all__ = [
+    "LayoutConfig",
+    "Memory",
+    "Notifier",
+    "PhysicalLayout",
+    "Region",
+    "Route",
+    "Transfer",
+    "TransferContext",
+    "TransferPlan",
+    "TransferResult",
+    "build_info",
+    "device",
+    "devices",
+    "pinned",
+    "system",
+    "usable_cpus",
+]
 
 _Order: TypeAlias = Literal["NHD", "HND", "universal"]
 _Engine: TypeAlias = Literal["auto", "host", "batch", "kernel", "staged", "disk", "remote"]
@@ -11,6 +28,10 @@ _Strategy: TypeAlias = Literal["memcpy", "h2d", "d2h", "d2d", "p2p"]
 _Ids: TypeAlias = Any
 # A name, a torch dtype or a NumPy dtype.
 _Dtype: TypeAlias = Any
+# One array, a list or tuple of them or of (K, V) pairs, or a mapping whose values are either.
+_Tensors: TypeAlias = Any
+# Jobs that must end first.
+_After: TypeAlias = Transfer | list[Transfer] | tuple[Transfer, ...]
 
 class _BuildInfo(TypedDict):
     version: str
@@ -37,8 +58,6 @@ class _Run(TypedDict):
 
 @final
 class LayoutConfig:
-    """Logical shape of a KV cache. Immutable, hashable, picklable."""
-
     def __new__(
         cls,
         *,
@@ -87,8 +106,6 @@ class LayoutConfig:
 
 @final
 class Memory:
-    """A kind of memory. Made by `system()`, `pinned()` and `device(ordinal)`."""
-
     @property
     def kind(self) -> str: ...
     @property
@@ -99,8 +116,6 @@ class Memory:
 
 @final
 class Region:
-    """A piece of a layout's memory. Keeps the layout alive; NumPy reads it without copying."""
-
     @property
     def addr(self) -> int: ...
     @property
@@ -114,10 +129,10 @@ class Region:
 
 @final
 class PhysicalLayout:
-    """A layout bound to memory, owned or borrowed."""
-
     @staticmethod
-    def fully_contiguous(config: LayoutConfig, memory: Memory, *, order: _Order = "NHD") -> PhysicalLayout: ...
+    def fully_contiguous(
+        config: LayoutConfig, memory: Memory, *, order: _Order = "NHD"
+    ) -> PhysicalLayout: ...
     @staticmethod
     def layer_separate(
         config: LayoutConfig,
@@ -132,7 +147,7 @@ class PhysicalLayout:
     def block_pool(config: LayoutConfig, memory: Memory, *, order: _Order = "NHD") -> PhysicalLayout: ...
     @staticmethod
     def from_tensors(
-        tensors: Any | Sequence[Any] | Mapping[Any, Any],
+        tensors: _Tensors,
         *,
         axes: str,
         config: LayoutConfig | None = None,
@@ -163,12 +178,20 @@ class PhysicalLayout:
     def region_axes(self) -> list[str]: ...
     def numpy(self) -> Any: ...
     def fill(self, value: int) -> None: ...
+    def checksum(self, blocks: _Ids | None = None, layers: range | None = None) -> list[int]: ...
+    def fill_pattern(self, seed: int, blocks: _Ids | None = None) -> None: ...
+    def verify_pattern(
+        self,
+        seed: int,
+        blocks: _Ids | None = None,
+        as_blocks: _Ids | None = None,
+        layers: range | None = None,
+    ) -> None: ...
+    def check_fill(self, value: int, except_blocks: _Ids = ()) -> None: ...
     def with_page_size(self, page_size: int) -> PhysicalLayout: ...
 
 @final
 class TransferResult:
-    """What a finished transfer did."""
-
     @property
     def bytes(self) -> int: ...
     @property
@@ -184,8 +207,6 @@ class TransferResult:
 
 @final
 class Transfer:
-    """Handle of a submitted transfer. Dropping it does not stop the transfer."""
-
     def done(self) -> bool: ...
     def wait(self, timeout: float | None = None) -> TransferResult: ...
     def result(self) -> TransferResult: ...
@@ -193,8 +214,6 @@ class Transfer:
 
 @final
 class Notifier:
-    """A descriptor to watch, and the keys of the jobs that have ended since the last look."""
-
     def __new__(cls) -> Self: ...
     def fileno(self) -> int: ...
     def watch(self, job: Transfer, key: int) -> None: ...
@@ -202,8 +221,6 @@ class Notifier:
 
 @final
 class TransferPlan:
-    """A validated plan with its engine."""
-
     def explain(self) -> str: ...
     @property
     def blocks(self) -> int: ...
@@ -223,15 +240,11 @@ class TransferPlan:
 
 @final
 class Route:
-    """A prepared pair of layouts: call it with two id lists."""
-
     def __call__(self, src_blocks: _Ids, dst_blocks: _Ids) -> Transfer: ...
     def plan(self, src_blocks: _Ids, dst_blocks: _Ids) -> TransferPlan: ...
 
 @final
 class TransferContext:
-    """Plans and runs transfers."""
-
     def __new__(cls, device: int | Literal["cpu"] | None = None, *, threads: int | None = None) -> Self: ...
     def transfer(
         self,
@@ -243,7 +256,7 @@ class TransferContext:
         layers: range | None = None,
         heads: range | None = None,
         stream: Any | None = None,
-        after: Transfer | Sequence[Transfer] | None = None,
+        after: _After | None = None,
         engine: _Engine = "auto",
         num_sms: int | None = None,
         transform: Literal["auto", "forbid"] = "auto",
@@ -259,7 +272,7 @@ class TransferContext:
         layers: range | None = None,
         heads: range | None = None,
         stream: Any | None = None,
-        after: Transfer | Sequence[Transfer] | None = None,
+        after: _After | None = None,
         engine: _Engine = "auto",
         num_sms: int | None = None,
         transform: Literal["auto", "forbid"] = "auto",
@@ -273,7 +286,7 @@ class TransferContext:
         layers: range | None = None,
         heads: range | None = None,
         stream: Any | None = None,
-        after: Transfer | Sequence[Transfer] | None = None,
+        after: _After | None = None,
         engine: _Engine = "auto",
         num_sms: int | None = None,
         transform: Literal["auto", "forbid"] = "auto",

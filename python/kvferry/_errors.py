@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+TYPE_CHECKING = False  # typing's, without importing typing
+if TYPE_CHECKING:
+    from typing import Any, Self
+
 
 class Error(Exception):
     """Base of everything kvferry raises on purpose. Fields are attributes."""
@@ -60,6 +64,10 @@ class HostMemoryError(Error, OSError):
         super().__init__(message)
         self.errno = errno
 
+    def __reduce__(self) -> tuple[type[Self], tuple[str, int | None], dict[str, Any]]:
+        # OSError keeps its errno outside the instance's dict, and would forget it.
+        return type(self), (str(self), self.errno), self.__dict__
+
 
 class TransferError(Error, RuntimeError):
     """A transfer failed: `failed_blocks` are the destination blocks that must be taken as not moved."""
@@ -67,13 +75,47 @@ class TransferError(Error, RuntimeError):
     failed_blocks: list[int]
 
 
-class WaitTimeout(Error, TimeoutError):
+class MismatchError(Error, AssertionError):
+    """`block` does not hold the pattern of `as_block`.
+
+    The first bad row, in the order of the blocks given: `layer`, `outer`, `token`, global `head`; its first
+    bad byte at `offset` is `found` and should be `expected`. In all, `bad_rows` of `rows` rows differ.
+    """
+
+    block: int
+    as_block: int
+    layer: int
+    outer: int
+    token: int
+    head: int
+    offset: int
+    expected: int
+    found: int
+    bad_rows: int
+    rows: int
+
+
+class GuardError(Error, AssertionError):
+    """A byte that should have been left alone was written.
+
+    The first one, at `offset` in `region`, is `found` and should be `expected`; `block` holds it, or is None
+    where it is padding. After `testing.guard(value=None)`, which compares checksums, only `block` is known.
+    """
+
+    region: int | None
+    offset: int | None
+    block: int | None
+    expected: int | None
+    found: int | None
+
+
+class WaitTimeout(Error, TimeoutError):  # noqa: N818
     """A wait ran out of time after `seconds`; the job goes on."""
 
     seconds: float
 
 
-class Busy(Error, RuntimeError):
+class Busy(Error, RuntimeError):  # noqa: N818
     """Not now: the job is still running, or a resource is in use."""
 
 
@@ -85,5 +127,5 @@ class ForkError(Error, RuntimeError):
     """Made before a fork and used in the child; make a new one there."""
 
 
-class Unsupported(Error, RuntimeError):
+class Unsupported(Error, RuntimeError):  # noqa: N818
     """Something kvferry does not do here, refused by name."""

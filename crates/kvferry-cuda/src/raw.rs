@@ -106,7 +106,10 @@ fn find_library() -> Result<()> {
     if unsafe { sys::is_culib_present() } {
         return Ok(());
     }
-    Err(CudaError::DriverNotFound { looked_for: cudarc::get_lib_name_candidates("cuda").join(", ") })
+    // The candidates are one library under many versions: two of them tell the reader which.
+    let names = cudarc::get_lib_name_candidates("cuda");
+    let shown: Vec<&str> = ["libcuda.so", "libcuda.so.1"].into_iter().filter(|&n| names.iter().any(|c| c == n)).collect();
+    Err(CudaError::DriverNotFound { looked_for: shown.join(", ") })
 }
 
 /// Looks a function up by its null-terminated name. None if the loaded libcuda lacks it.

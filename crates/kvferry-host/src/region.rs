@@ -105,6 +105,11 @@ impl HostRegion {
         Ok(())
     }
 
+    /// Checks that `extent`, counted from `offset`, stays inside.
+    fn reaches(&self, offset: u64, (first, end): (i64, i64)) -> Result<(), RegionError> {
+        self.inside(i128::from(offset) + i128::from(first), i128::from(offset) + i128::from(end))
+    }
+
     fn may_write(&self) -> Result<(), RegionError> {
         if self.writable { Ok(()) } else { Err(RegionError::ReadOnly { addr: self.addr }) }
     }
@@ -148,6 +153,36 @@ impl HostRegion {
         Ok(())
     }
 
+    /// Reads what `nest` visits, from `offset` on, into a dense buffer: the nest's source is the region.
+    ///
+    /// # Errors
+    /// A nest that reaches outside the region or the buffer. Nothing is copied then.
+    pub fn gather(&self, offset: u64, nest: &CopyNest, into: &mut [u8]) -> Result<(), RegionError> {
+        self.reaches(offset, nest.src_extent())?;
+        within(into.len(), nest.dst_extent())?;
+        let from = (self.addr + offset) as *const u8;
+        // SAFETY: every byte read is inside the region and every byte written inside `into` (checked above). The owner
+        // keeps the region mapped and readable; `into` is a live unique slice, so the two do not overlap.
+        unsafe { copy_nest(from, into.as_mut_ptr(), nest, 0..nest.num_runs(), CopyHint::Temporal) };
+        Ok(())
+    }
+
+    /// Writes a dense buffer to what `nest` visits, from `offset` on: the nest's destination is the region.
+    ///
+    /// # Errors
+    /// A nest that reaches outside the region or the buffer, or a read-only region. Nothing is copied then.
+    pub fn scatter(&self, offset: u64, nest: &CopyNest, from: &[u8]) -> Result<(), RegionError> {
+        self.may_write()?;
+        self.reaches(offset, nest.dst_extent())?;
+        within(from.len(), nest.src_extent())?;
+        let into = (self.addr + offset) as *mut u8;
+        // SAFETY: every byte written is inside the region and every byte read inside `from` (checked above). The owner
+        // keeps the region mapped, and it is writable; `from` is a live slice, so the two do not overlap unless the
+        // caller broke `from_raw`'s contract.
+        unsafe { copy_nest(from.as_ptr(), into, nest, 0..nest.num_runs(), CopyHint::Temporal) };
+        Ok(())
+    }
+
     /// Carries out runs `range` of `nest`, from `src_offset` in `src` to `dst_offset` in `dst`.
     ///
     /// The bytes read and written must not overlap; the planner guarantees it for the runs of a plan.
@@ -164,16 +199,22 @@ impl HostRegion {
         hint: CopyHint,
     ) -> Result<(), RegionError> {
         dst.may_write()?;
-        let (first, end) = nest.src_extent();
-        src.inside(i128::from(src_offset) + i128::from(first), i128::from(src_offset) + i128::from(end))?;
-        let (first, end) = nest.dst_extent();
-        dst.inside(i128::from(dst_offset) + i128::from(first), i128::from(dst_offset) + i128::from(end))?;
+        src.reaches(src_offset, nest.src_extent())?;
+        dst.reaches(dst_offset, nest.dst_extent())?;
         let (from, to) = ((src.addr + src_offset) as *const u8, (dst.addr + dst_offset) as *mut u8);
         // SAFETY: every byte the nest can touch is inside both regions (checked above), which their owners keep
         // mapped for the call; the destination is writable; no alignment is needed; runs of a plan do not overlap.
         unsafe { copy_nest(from, to, nest, range, hint) };
         Ok(())
     }
+}
+
+/// Checks that `extent` stays inside a buffer of `len` bytes.
+fn within(len: usize, (first, end): (i64, i64)) -> Result<(), RegionError> {
+    if first < 0 || i128::from(end) > len as i128 {
+        return Err(RegionError::Bounds { start: first.into(), end: end.into(), len: len as u64 });
+    }
+    Ok(())
 }
 
 impl fmt::Debug for HostRegion {
@@ -219,6 +260,32 @@ mod tests {
         let mut out = [0; 48];
         dst.read(0, &mut out).unwrap();
         assert_eq!(out, [9; 48]);
+    }
+
+    #[test]
+    fn strided_rows_are_gathered_and_scattered() {
+        let r = region(64);
+        let bytes: Vec<u8> = (0..64).collect();
+        r.write(0, &bytes).unwrap();
+        let gather = CopyNest::new(2, &[Loop { count: 3, src_stride: 20, dst_stride: 2 }]).unwrap();
+        let mut row = [0; 6];
+        r.gather(5, &gather, &mut row).unwrap();
+        assert_eq!(row, [5, 6, 25, 26, 45, 46]);
+        assert_eq!(r.gather(23, &gather, &mut row), Err(RegionError::Bounds { start: 23, end: 65, len: 64 }));
+        assert_eq!(
+            r.gather(0, &gather, &mut row[..5]),
+            Err(RegionError::Bounds { start: 0, end: 6, len: 5 })
+        );
+
+        let scatter = CopyNest::new(2, &[Loop { count: 3, src_stride: 2, dst_stride: 20 }]).unwrap();
+        r.scatter(22, &scatter, &row).unwrap();
+        assert!(r.scatter(23, &scatter, &row).is_err() && r.scatter(0, &scatter, &row[..5]).is_err());
+        let mut out = [0; 64];
+        r.read(0, &mut out).unwrap();
+        assert_eq!((&out[22..24], &out[42..44], &out[62..64]), (&row[..2], &row[2..4], &row[4..]));
+        // SAFETY: the clone of the owner keeps the same memory mapped.
+        let ro = unsafe { HostRegion::from_raw(r.addr(), 64, false, r.owner().clone()) };
+        assert_eq!(ro.scatter(0, &scatter, &row), Err(RegionError::ReadOnly { addr: r.addr() }));
     }
 
     #[test]

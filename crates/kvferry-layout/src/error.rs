@@ -196,6 +196,22 @@ pub enum LayoutError {
         /// Extent expected.
         expected: u64,
     },
+    /// Two regions of one layout share bytes, so that writes to one would change the other.
+    #[error(
+        "regions {first} and {second} of the layout share memory: it can be read from, but not written to"
+    )]
+    RegionsAlias {
+        /// Region index.
+        first: usize,
+        /// Another region index.
+        second: usize,
+    },
+    /// A descriptor that cannot be read.
+    #[error("layout descriptor: {reason}")]
+    Descriptor {
+        /// What is wrong with it.
+        reason: String,
+    },
     /// A foreign array with another number of dimensions than axes were named.
     #[error("{what} has {got} dimensions, but {expected} axes are named")]
     Rank {

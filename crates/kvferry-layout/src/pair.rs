@@ -107,28 +107,12 @@ impl PairPlan {
     /// # Errors
     /// The first of those that cannot be reconciled.
     pub fn new(src: &Layout, dst: &Layout, request: &PairRequest) -> Result<PairPlan, PlanError> {
-        let (a, b) = (src.config(), dst.config());
-        if a.num_layers() != b.num_layers() {
-            return Err(PlanError::LayerCount { src: a.num_layers(), dst: b.num_layers() });
-        }
-        if a.outer_dim() != b.outer_dim() {
-            return Err(PlanError::OuterDim { src: a.outer_dim(), dst: b.outer_dim() });
-        }
-        if a.dtype() != b.dtype() {
-            return Err(PlanError::Dtype { src: a.dtype(), dst: b.dtype() });
-        }
-        if a.head_dim() != b.head_dim() {
-            return Err(PlanError::HeadDim { src: a.head_dim(), dst: b.head_dim() });
-        }
-        if a.total_heads() != b.total_heads() {
-            return Err(PlanError::TotalHeads { src: a.total_heads(), dst: b.total_heads() });
+        if let Some(reason) = incompatibilities(src, dst).into_iter().next() {
+            return Err(reason);
         }
         let (mut s, mut d) = (src.view().clone(), dst.view().clone());
-        let (src_page, dst_page) = (a.page_size(), b.page_size());
+        let (src_page, dst_page) = (src.config().page_size(), dst.config().page_size());
         let page = src_page.min(dst_page);
-        if !src_page.max(dst_page).is_multiple_of(page) {
-            return Err(PlanError::PageSize { src: src_page, dst: dst_page });
-        }
         for (side, view) in [(Side::Source, &mut s), (Side::Destination, &mut d)] {
             let at = |source| PlanError::Range { side, source };
             *view = view.with_page_size(page).map_err(at)?;
@@ -280,6 +264,33 @@ impl PairPlan {
     }
 }
 
+/// Everything that keeps blocks from moving between two layouts, in the order layer count, outer dimension, element
+/// type, head width, heads, page size. Empty when they fit; their orders may still differ.
+pub fn incompatibilities(src: &Layout, dst: &Layout) -> Vec<PlanError> {
+    let (a, b) = (src.config(), dst.config());
+    let mut reasons = Vec::new();
+    if a.num_layers() != b.num_layers() {
+        reasons.push(PlanError::LayerCount { src: a.num_layers(), dst: b.num_layers() });
+    }
+    if a.outer_dim() != b.outer_dim() {
+        reasons.push(PlanError::OuterDim { src: a.outer_dim(), dst: b.outer_dim() });
+    }
+    if a.dtype() != b.dtype() {
+        reasons.push(PlanError::Dtype { src: a.dtype(), dst: b.dtype() });
+    }
+    if a.head_dim() != b.head_dim() {
+        reasons.push(PlanError::HeadDim { src: a.head_dim(), dst: b.head_dim() });
+    }
+    if a.total_heads() != b.total_heads() {
+        reasons.push(PlanError::TotalHeads { src: a.total_heads(), dst: b.total_heads() });
+    }
+    let (fine, coarse) = (a.page_size().min(b.page_size()), a.page_size().max(b.page_size()));
+    if !coarse.is_multiple_of(fine) {
+        reasons.push(PlanError::PageSize { src: a.page_size(), dst: b.page_size() });
+    }
+    reasons
+}
+
 fn loop_over(src: &View, dst: &View, axis: Axis) -> Loop {
     Loop {
         count: src.extent(axis),
@@ -291,7 +302,7 @@ fn loop_over(src: &View, dst: &View, axis: Axis) -> Loop {
 }
 
 /// Grows a run over every loop that continues it on both sides; removes those loops and returns the run.
-fn absorb_tail(loops: &mut Vec<Loop>, mut run: u64) -> u64 {
+pub(crate) fn absorb_tail(loops: &mut Vec<Loop>, mut run: u64) -> u64 {
     while let Some(next) =
         loops.iter().position(|l| l.within_regions() && l.src_stride == run && l.dst_stride == run)
     {
@@ -301,7 +312,7 @@ fn absorb_tail(loops: &mut Vec<Loop>, mut run: u64) -> u64 {
 }
 
 /// Fuses loops that are one loop on both sides.
-fn merge_loops(loops: &mut Vec<Loop>) {
+pub(crate) fn merge_loops(loops: &mut Vec<Loop>) {
     loop {
         let fused = (0..loops.len()).find_map(|outer| {
             let inner =

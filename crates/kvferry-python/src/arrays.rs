@@ -1,16 +1,17 @@
-//! Foreign arrays: buffer protocol, DLPack, `__cuda_array_interface__`. Read, never copied.
+//! Foreign arrays: buffer protocol, DLPack, `__array_interface__`, `__cuda_array_interface__`. Read, never copied.
 
 use std::sync::Arc;
 
-use kvferry::cuda::{PointerKind, pointer_kind};
+use kvferry::cuda::{Driver, PointerKind, pointer_kind};
 use kvferry::host::{HostRegion, Owner};
 use kvferry::{Dtype, ForeignArray, MemoryKind, Region};
 use pyo3::buffer::PyUntypedBuffer;
+use pyo3::exceptions::{PyBufferError, PyTypeError};
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyList, PyMemoryView, PyTuple};
+use pyo3::types::{PyList, PyMapping, PyMemoryView, PyTuple};
 
 use crate::dlpack;
-use crate::errors::plain;
+use crate::errors::{plain, to_py};
 
 /// Keeps a Python object alive from any thread; the last drop is left to the next call that holds the GIL.
 struct PyOwner(#[expect(dead_code, reason = "held for its reference")] Py<PyAny>);
@@ -23,23 +24,26 @@ pub(crate) struct Foreign {
     pub(crate) region: Region,
 }
 
-/// The arrays of a `from_tensors` argument, in region order, and whether they came as (K, V) pairs.
+/// The arrays of a `from_tensors` argument, in region order, and whether they came as (K, V) pairs. At least one, all of
+/// one dtype, in one kind of memory, none given twice.
 pub(crate) fn collect(tensors: &Bound<'_, PyAny>, declared: Option<Dtype>) -> PyResult<(Vec<Foreign>, bool)> {
     let py = tensors.py();
+    let is_list =
+        |value: &Bound<'_, PyAny>| value.is_instance_of::<PyList>() || value.is_instance_of::<PyTuple>();
     let mut named: Vec<(String, Bound<'_, PyAny>)> = Vec::new();
-    if let Ok(dict) = tensors.cast::<PyDict>() {
-        for (key, value) in dict.iter() {
-            named.push((format!("tensors[{}]", key.repr()?), value));
-        }
-    } else if tensors.is_instance_of::<PyList>() || tensors.is_instance_of::<PyTuple>() {
+    if is_list(tensors) {
         for (index, value) in tensors.try_iter()?.enumerate() {
             named.push((format!("tensors[{index}]"), value?));
+        }
+    } else if let Ok(mapping) = tensors.cast::<PyMapping>() {
+        for item in mapping.items()? {
+            let (key, value) = item.extract::<(Bound<'_, PyAny>, Bound<'_, PyAny>)>()?;
+            named.push((format!("tensors[{}]", key.repr()?), value));
         }
     } else {
         named.push(("tensors".to_owned(), tensors.clone()));
     }
-    let is_pair = |value: &Bound<'_, PyAny>| value.is_instance_of::<PyList>() || value.is_instance_of::<PyTuple>();
-    let pairs = named.iter().filter(|(_, value)| is_pair(value)).count();
+    let pairs = named.iter().filter(|(_, value)| is_list(value)).count();
     if pairs != 0 && pairs != named.len() {
         return Err(plain(py, "LayoutError", "tensors mixes arrays and (K, V) pairs"));
     }
@@ -50,61 +54,120 @@ pub(crate) fn collect(tensors: &Bound<'_, PyAny>, declared: Option<Dtype>) -> Py
             continue;
         }
         if value.len()? != 2 {
-            return Err(plain(py, "LayoutError", format!("{name} must be a (K, V) pair, got {} items", value.len()?)));
+            return Err(plain(
+                py,
+                "LayoutError",
+                format!("{name} must be a (K, V) pair, got {} items", value.len()?),
+            ));
         }
         for (index, which) in ["K", "V"].into_iter().enumerate() {
             out.push(read(&value.get_item(index)?, format!("{name} {which}"), declared)?);
         }
     }
+    agree(py, &out)?;
     Ok((out, pairs != 0))
 }
 
-struct Raw {
-    addr: u64,
-    shape: Vec<u64>,
-    strides: Vec<i64>,
-    item_bytes: u64,
-    dtype: Option<Dtype>,
-    dtype_name: String,
-    read_only: bool,
-    keep: Py<PyAny>,
+/// What all arrays of a layout have in common. Extents and strides are the layout's to compare.
+fn agree(py: Python<'_>, arrays: &[Foreign]) -> PyResult<()> {
+    let Some(first) = arrays.first() else {
+        return Err(plain(py, "LayoutError", "tensors is empty"));
+    };
+    for other in arrays {
+        let name = &other.array.name;
+        if other.dtype != first.dtype {
+            let message = format!("{name}: dtype is {}, expected {}", other.dtype, first.dtype);
+            return Err(plain(py, "LayoutError", message));
+        }
+        if other.memory != first.memory {
+            let message =
+                format!("{name} lies in {} memory, {} in {}", other.memory, first.array.name, first.memory);
+            return Err(plain(py, "LayoutError", message));
+        }
+    }
+    let mut by_address: Vec<&Foreign> = arrays.iter().collect();
+    by_address.sort_by_key(|array| array.region.span().addr);
+    for pair in by_address.windows(2) {
+        if pair[0].region.span().addr == pair[1].region.span().addr {
+            let message = format!(
+                "{} and {} are the same memory: two parts of a layout must not share bytes",
+                pair[0].array.name, pair[1].array.name
+            );
+            return Err(plain(py, "LayoutError", message));
+        }
+    }
+    Ok(())
+}
+
+/// An array as its producer describes it, strides in bytes.
+pub(crate) struct Raw {
+    pub(crate) addr: u64,
+    pub(crate) shape: Vec<u64>,
+    pub(crate) strides: Vec<i64>,
+    /// 0 where an element is not a whole number of bytes.
+    pub(crate) item_bytes: u64,
+    pub(crate) dtype: Option<Dtype>,
+    pub(crate) dtype_name: String,
+    /// Elements are integers or raw bytes, as which fp8 and bf16 caches are often kept: may be declared another type.
+    pub(crate) relabel: bool,
+    pub(crate) read_only: bool,
+    /// The producer says that a GPU must read it.
+    pub(crate) on_device: bool,
+    pub(crate) keep: Py<PyAny>,
+}
+
+/// The element type: the array's own, or the declared one over raw bytes of the same width.
+fn element(py: Python<'_>, name: &str, raw: &Raw, declared: Option<Dtype>) -> PyResult<Dtype> {
+    let message = match (raw.dtype, declared) {
+        (Some(found), None) => return Ok(found),
+        (Some(found), Some(declared)) if found == declared => return Ok(declared),
+        (_, Some(declared)) if raw.relabel && raw.item_bytes == declared.bytes() => return Ok(declared),
+        (_, Some(declared)) if raw.relabel => format!(
+            "{name}: elements of {} byte(s) ({}) cannot be {declared}, which has {}",
+            raw.item_bytes,
+            raw.dtype_name,
+            declared.bytes()
+        ),
+        (Some(found), Some(declared)) => format!("{name}: dtype is {found}, expected {declared}"),
+        (None, Some(declared)) => format!("{name}: elements ({}) cannot be {declared}", raw.dtype_name),
+        (None, None) => {
+            format!("{name}: element type ({}) has no kvferry dtype; declare one with dtype=", raw.dtype_name)
+        }
+    };
+    Err(plain(py, "LayoutError", message))
 }
 
 fn read(object: &Bound<'_, PyAny>, name: String, declared: Option<Dtype>) -> PyResult<Foreign> {
     let py = object.py();
     let raw = raw(object, &name)?;
-    let dtype = match (raw.dtype, declared) {
-        // A declared type relabels bytes of the same width: fp8 caches kept as uint8, bf16 as uint16.
-        (_, Some(declared)) if declared.bytes() == raw.item_bytes => declared,
-        (Some(found), None) => found,
-        (_, Some(declared)) => {
-            let message = format!(
-                "{name}: elements of {} byte(s) ({}) cannot be {declared}, which has {}",
-                raw.item_bytes, raw.dtype_name, declared.bytes()
-            );
-            return Err(plain(py, "LayoutError", message));
-        }
-        (None, None) => {
-            let message = format!("{name}: element type {} has no kvferry dtype; declare one with dtype=", raw.dtype_name);
-            return Err(plain(py, "LayoutError", message));
-        }
-    };
+    let dtype = element(py, &name, &raw, declared)?;
+    if raw.shape.len() != raw.strides.len() {
+        let message = format!("{name}: {} extents but {} strides", raw.shape.len(), raw.strides.len());
+        return Err(plain(py, "LayoutError", message));
+    }
     if let Some(axis) = raw.shape.iter().position(|&extent| extent == 0) {
         return Err(plain(py, "LayoutError", format!("{name}: dimension {axis} is empty")));
     }
-    if raw.shape.len() != raw.strides.len() {
-        return Err(plain(py, "LayoutError", format!("{name}: {} extents but {} strides", raw.shape.len(), raw.strides.len())));
+    if raw.addr == 0 {
+        return Err(plain(py, "LayoutError", format!("{name}: its data pointer is null")));
     }
     // Reach of the array: first byte to one past the last. Negative strides are refused by name later; here they only
     // must not widen the region, which starts at element 0.
     let reach = raw.shape.iter().zip(&raw.strides).try_fold(raw.item_bytes, |reach, (&extent, &stride)| {
         let step = u64::try_from(stride).unwrap_or(0);
-        (extent - 1).checked_mul(step).and_then(|bytes| reach.checked_add(bytes)).filter(|&r| r <= i64::MAX as u64)
+        (extent - 1)
+            .checked_mul(step)
+            .and_then(|bytes| reach.checked_add(bytes))
+            .filter(|&r| r <= i64::MAX as u64)
     });
     let Some(len) = reach else {
-        return Err(plain(py, "LayoutError", format!("{name}: its extents and strides exceed the address space")));
+        return Err(plain(
+            py,
+            "LayoutError",
+            format!("{name}: its extents and strides exceed the address space"),
+        ));
     };
-    let memory = memory_of(py, raw.addr)?;
+    let memory = memory_of(py, &name, &raw)?;
     let owner: Owner = Arc::new(PyOwner(raw.keep));
     let region = match memory {
         MemoryKind::Device(ordinal) => Region::device(raw.addr, len, ordinal, owner),
@@ -113,50 +176,88 @@ fn read(object: &Bound<'_, PyAny>, name: String, declared: Option<Dtype>) -> PyR
         // read-only. We hold no Rust reference to the bytes.
         _ => Region::Host(unsafe { HostRegion::from_raw(raw.addr, len, !raw.read_only, owner) }),
     };
-    Ok(Foreign { array: ForeignArray { name, shape: raw.shape, strides: raw.strides }, dtype, memory, region })
+    if raw.read_only && !memory.is_host() {
+        return Err(plain(py, "Unsupported", format!("{name}: read-only device memory is not supported")));
+    }
+    Ok(Foreign {
+        array: ForeignArray { name, shape: raw.shape, strides: raw.strides },
+        dtype,
+        memory,
+        region,
+    })
 }
 
-/// The driver knows where an address lies; without a driver all memory is the system's.
-fn memory_of(py: Python<'_>, addr: u64) -> PyResult<MemoryKind> {
-    if kvferry::cuda::Driver::get().is_err() {
-        return Ok(MemoryKind::System);
-    }
-    match pointer_kind(addr) {
+/// The driver knows where an address lies; without a driver all memory is the system's, and what claims to be a GPU's
+/// must not be touched.
+fn memory_of(py: Python<'_>, name: &str, raw: &Raw) -> PyResult<MemoryKind> {
+    let addr = raw.addr;
+    // The first look loads and initialises the driver, which takes its time.
+    let found = py.detach(|| match Driver::get() {
+        Err(error) if raw.on_device => Err(error),
+        Err(_) => Ok(PointerKind::System),
+        Ok(_) => pointer_kind(addr),
+    });
+    match found {
+        Ok(PointerKind::System) if raw.on_device => {
+            let message = format!("{name}: the driver knows no device memory at {addr:#x}");
+            Err(plain(py, "LayoutError", message))
+        }
         Ok(PointerKind::Device(ordinal)) => Ok(MemoryKind::Device(ordinal)),
         Ok(PointerKind::Pinned) => Ok(MemoryKind::Pinned),
         Ok(PointerKind::System) => Ok(MemoryKind::System),
-        Ok(PointerKind::Managed) => Err(plain(py, "Unsupported", "managed memory is not supported")),
-        Err(error) => Err(crate::errors::to_py(py, error.into())),
+        Ok(PointerKind::Managed) => {
+            Err(plain(py, "Unsupported", format!("{name}: managed memory is not supported")))
+        }
+        Err(error) => Err(to_py(py, error.into())),
     }
 }
 
 fn raw(object: &Bound<'_, PyAny>, name: &str) -> PyResult<Raw> {
-    if let Ok(view) = PyMemoryView::from(object) {
-        return buffer(&view, name);
-    }
+    let py = object.py();
+    let unbuffered = match PyMemoryView::from(object) {
+        Ok(view) => return buffer(&view, name),
+        Err(error) => error,
+    };
     if object.hasattr("__dlpack__")? {
-        let t = dlpack::import(object, name)?;
-        return Ok(Raw {
-            addr: t.addr,
-            shape: t.shape,
-            strides: t.strides,
-            item_bytes: t.item_bytes,
-            dtype: t.dtype,
-            dtype_name: t.dtype_name,
-            read_only: t.read_only,
-            keep: t.keep,
-        });
+        return match dlpack::import(object, name) {
+            // NumPy neither buffers nor DLPacks the types it does not know (ml_dtypes' bfloat16 and fp8).
+            Err(error)
+                if error.is_instance_of::<PyBufferError>(py) && object.hasattr("__array_interface__")? =>
+            {
+                interface(object, name, "__array_interface__").map_err(|error| noted(py, error, name))
+            }
+            found => found.map_err(|error| noted(py, error, name)),
+        };
     }
-    if object.hasattr("__cuda_array_interface__")? {
-        return cuda_array(object, name);
+    for protocol in ["__cuda_array_interface__", "__array_interface__"] {
+        if object.hasattr(protocol)? {
+            return interface(object, name, protocol).map_err(|error| noted(py, error, name));
+        }
+    }
+    if !unbuffered.is_instance_of::<PyTypeError>(py) {
+        // It has a buffer, but not now: a released memoryview, for one.
+        return Err(noted(py, unbuffered, name));
     }
     let kind = object.get_type().name()?;
-    let message = format!("{name}: {kind} offers neither the buffer protocol, nor DLPack, nor __cuda_array_interface__");
-    Err(pyo3::exceptions::PyTypeError::new_err(message))
+    let message =
+        format!("{name}: {kind} offers neither the buffer protocol, nor DLPack, nor an array interface");
+    Err(PyTypeError::new_err(message))
+}
+
+/// A producer's own exception, told which of the arrays it is about.
+fn noted(py: Python<'_>, error: PyErr, name: &str) -> PyErr {
+    let note = format!("kvferry was reading {name}");
+    match error.value(py).call_method1("add_note", (note,)) {
+        Ok(_) => error,
+        Err(other) => other,
+    }
 }
 
 fn buffer(view: &Bound<'_, PyMemoryView>, name: &str) -> PyResult<Raw> {
     let py = view.py();
+    if view.getattr("ndim")?.eq(0)? {
+        return Err(plain(py, "LayoutError", format!("{name}: a scalar has no axes")));
+    }
     // The memoryview holds the export; the buffer below only reads its description.
     let buffer = PyUntypedBuffer::get(view)?;
     if buffer.suboffsets().is_some() {
@@ -164,75 +265,99 @@ fn buffer(view: &Bound<'_, PyMemoryView>, name: &str) -> PyResult<Raw> {
     }
     let format = buffer.format().to_string_lossy().into_owned();
     let item_bytes = buffer.item_size() as u64;
+    let letter = format.trim_start_matches(['@', '=', '<']);
     Ok(Raw {
         addr: buffer.buf_ptr() as u64,
         shape: buffer.shape().iter().map(|&extent| extent as u64).collect(),
         strides: buffer.strides().iter().map(|&stride| stride as i64).collect(),
         item_bytes,
-        dtype: typestr(format.trim_start_matches(['@', '=', '<']), item_bytes),
+        dtype: typed(letter, item_bytes),
+        relabel: letter.len() == 1 && "bBhHiIlLqQnN?c".contains(letter),
         dtype_name: format!("buffer format {format:?}"),
         read_only: buffer.readonly(),
+        on_device: false,
         keep: view.clone().into_any().unbind(),
     })
 }
 
-/// `__cuda_array_interface__` version 3 (Numba's specification).
-fn cuda_array(object: &Bound<'_, PyAny>, name: &str) -> PyResult<Raw> {
+/// NumPy's `__array_interface__`, or Numba's `__cuda_array_interface__`, both in version 3.
+fn interface(object: &Bound<'_, PyAny>, name: &str, protocol: &str) -> PyResult<Raw> {
     let py = object.py();
-    let interface = object.getattr("__cuda_array_interface__")?;
+    let interface = object.getattr(protocol)?;
+    let optional = |key: &str| interface.call_method1("get", (key,));
     let (addr, read_only): (u64, bool) = interface.get_item("data")?.extract()?;
-    let shape: Vec<u64> = interface.get_item("shape")?.extract()?;
+    let shape: Vec<i64> = interface.get_item("shape")?.extract()?;
+    let shape: Vec<u64> = shape.into_iter().map(|extent| extent.max(0) as u64).collect();
     let kind: String = interface.get_item("typestr")?.extract()?;
-    let item_bytes: u64 = kind.get(2..).and_then(|digits| digits.parse().ok()).unwrap_or(0);
-    let strides = match interface.call_method1("get", ("strides",))?.extract::<Option<Vec<i64>>>()? {
-        Some(strides) => strides,
-        None => {
-            let mut step = item_bytes as i64;
-            let mut packed: Vec<i64> = Vec::with_capacity(shape.len());
-            for &extent in shape.iter().rev() {
-                packed.push(step);
-                step = step.saturating_mul(extent as i64);
-            }
-            packed.reverse();
-            packed
-        }
-    };
-    if kind.starts_with('>') {
-        return Err(plain(py, "LayoutError", format!("{name}: big-endian elements are not supported")));
+    if !optional("mask")?.is_none() {
+        return Err(plain(py, "LayoutError", format!("{name}: masked arrays are not supported")));
     }
-    let letter = match kind.get(1..2) {
-        Some("f") => match item_bytes {
-            2 => "e",
-            4 => "f",
-            _ => "d",
-        },
-        Some("i") => "i",
-        Some("u") if item_bytes == 1 => "B",
-        _ => "?",
+    let item_bytes: u64 = kind.get(2..).and_then(|digits| digits.parse().ok()).unwrap_or(0);
+    let strides = match optional("strides")?.extract::<Option<Vec<i64>>>()? {
+        Some(strides) => strides,
+        None => packed(&shape, item_bytes),
     };
+    let (order, letter) = (kind.get(..1), kind.get(1..2));
+    let native = order != Some(">");
+    let dtype = match (letter, item_bytes) {
+        _ if !native => None,
+        (Some("f"), 2) => Some(Dtype::Float16),
+        (Some("f"), 4) => Some(Dtype::Float32),
+        (Some("f"), 8) => Some(Dtype::Float64),
+        (Some("i"), _) => typed("i", item_bytes),
+        (Some("u"), 1) => Some(Dtype::UInt8),
+        _ => None,
+    };
+    // The types of ml_dtypes are void or one-byte floats to NumPy, but have names.
+    let dtype = dtype.or_else(|| named(object).filter(|dtype| native && dtype.bytes() == item_bytes));
     Ok(Raw {
         addr,
         shape,
         strides,
         item_bytes,
-        dtype: typestr(letter, item_bytes),
+        relabel: native && matches!(letter, Some("i" | "u" | "b"))
+            || (letter == Some("V") && dtype.is_none()),
+        dtype,
         dtype_name: format!("type string {kind:?}"),
         read_only,
+        on_device: protocol.starts_with("__cuda"),
         keep: object.clone().unbind(),
     })
 }
 
+/// The dtype that `object.dtype.name` spells.
+fn named(object: &Bound<'_, PyAny>) -> Option<Dtype> {
+    let name = object.getattr("dtype").ok()?.getattr("name").ok()?;
+    name.extract::<String>().ok()?.parse().ok()
+}
+
+/// Byte strides of a C-contiguous array.
+pub(crate) fn packed(shape: &[u64], item_bytes: u64) -> Vec<i64> {
+    let mut step = item_bytes;
+    let mut strides: Vec<i64> = shape
+        .iter()
+        .rev()
+        .map(|&extent| {
+            let stride = i64::try_from(step).unwrap_or(i64::MAX);
+            step = step.saturating_mul(extent);
+            stride
+        })
+        .collect();
+    strides.reverse();
+    strides
+}
+
 /// A `struct` format character with its width.
-fn typestr(format: &str, item_bytes: u64) -> Option<Dtype> {
+fn typed(format: &str, item_bytes: u64) -> Option<Dtype> {
     Some(match (format, item_bytes) {
         ("e", 2) => Dtype::Float16,
         ("f", 4) => Dtype::Float32,
         ("d", 8) => Dtype::Float64,
         ("B" | "c", 1) => Dtype::UInt8,
-        ("b" | "h" | "i" | "l" | "q", 1) => Dtype::Int8,
+        ("b" | "i", 1) => Dtype::Int8,
         ("h" | "i" | "l" | "q", 2) => Dtype::Int16,
-        ("i" | "l" | "q", 4) => Dtype::Int32,
-        ("i" | "l" | "q", 8) => Dtype::Int64,
+        ("i" | "l" | "q" | "n", 4) => Dtype::Int32,
+        ("i" | "l" | "q" | "n", 8) => Dtype::Int64,
         _ => return None,
     })
 }

@@ -5,21 +5,24 @@ use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
 
 use crate::errors::{OrRaise, plain};
+use crate::numbers::whole;
 
 /// Logical shape of a KV cache. Immutable, hashable, picklable.
 #[pyclass(frozen, eq, hash, module = "kvferry")]
 #[derive(Clone, PartialEq, Eq, Hash)]
 pub(crate) struct LayoutConfig(pub(crate) kvferry::LayoutConfig);
 
-/// A dtype by name: a string, a torch dtype (`torch.bfloat16`) or a NumPy dtype.
+/// A dtype by name: a string, a torch dtype (`torch.bfloat16`), a NumPy dtype or scalar type (`np.float16`).
 pub(crate) fn dtype(value: &Bound<'_, PyAny>) -> PyResult<Dtype> {
     let py = value.py();
     let name = if let Ok(name) = value.extract::<String>() {
         name
-    } else if let Ok(name) = value.getattr("name").and_then(|name| name.extract::<String>()) {
+    } else if let Some(name) =
+        ["name", "__name__"].iter().find_map(|attr| value.getattr(attr).ok()?.extract().ok())
+    {
         name
     } else {
-        value.str()?.to_string()
+        value.str()?.to_string_lossy().into_owned()
     };
     name.parse::<Dtype>().or_raise(py)
 }
@@ -38,16 +41,9 @@ const FIELDS: [&str; 11] = [
     "total_heads",
 ];
 
-/// A size: a non-negative Python integer. Negative and huge ones become the library's own error.
+/// A size; the library judges its limits.
 fn size(field: &'static str, value: &Bound<'_, PyAny>) -> PyResult<u64> {
-    let py = value.py();
-    value.extract::<u64>().map_err(|error| {
-        if value.hasattr("__index__").unwrap_or(false) {
-            plain(py, "LayoutError", format!("{field} must be between 0 and 2^63 - 1, got {value}"))
-        } else {
-            error
-        }
-    })
+    whole("LayoutError", field, value, i64::MAX as u64)
 }
 
 fn apply(mut builder: LayoutConfigBuilder, fields: &Bound<'_, PyDict>) -> PyResult<LayoutConfigBuilder> {
@@ -118,20 +114,38 @@ impl LayoutConfig {
         for name in changes.keys() {
             let name: String = name.extract()?;
             if !FIELDS.contains(&name.as_str()) {
-                return Err(plain(py, "OptionError", format!("unknown field {name:?}; fields are {}", FIELDS.join(", "))));
+                return Err(plain(
+                    py,
+                    "OptionError",
+                    format!("unknown field {name:?}; fields are {}", FIELDS.join(", ")),
+                ));
             }
         }
         // The number of heads in the model follows the heads unless it is given.
         let mut builder = self.0.to_builder();
-        if changes.contains("num_heads")? && !changes.contains("total_heads")? && self.0.total_heads() == self.0.num_heads() {
+        if changes.contains("num_heads")?
+            && !changes.contains("total_heads")?
+            && self.0.total_heads() == self.0.num_heads()
+        {
             let heads = size("num_heads", &changes.get_item("num_heads")?.into_pyobject(py)?)?;
             builder = builder.total_heads(self.0.first_head().saturating_add(heads));
         }
-        Ok(LayoutConfig(apply(builder, changes)?.build().or_raise(py)?))
+        let changes = changes.copy()?;
+        // One head is how a configuration with an inner_dim is kept.
+        let heads_given = changes.contains("num_heads")? || changes.contains("head_dim")?;
+        if self.0.num_heads() == 1
+            && !heads_given
+            && let Some(inner) = changes.get_item("inner_dim")?
+        {
+            changes.del_item("inner_dim")?;
+            changes.set_item("head_dim", inner)?;
+        }
+        Ok(LayoutConfig(apply(builder, &changes)?.build().or_raise(py)?))
     }
 
     /// The part that tensor-parallel rank `rank` of `world` holds, heads split evenly.
-    fn shard_heads(&self, py: Python<'_>, rank: u64, world: u64) -> PyResult<Self> {
+    fn shard_heads(&self, rank: &Bound<'_, PyAny>, world: &Bound<'_, PyAny>) -> PyResult<Self> {
+        let (py, rank, world) = (rank.py(), size("rank", rank)?, size("world", world)?);
         Ok(LayoutConfig(self.0.shard_heads(rank, world).or_raise(py)?))
     }
 
@@ -201,7 +215,13 @@ impl LayoutConfig {
         let c = &self.0;
         let mut text = format!(
             "LayoutConfig(num_blocks={}, num_layers={}, outer_dim={}, page_size={}, num_heads={}, head_dim={}, dtype='{}'",
-            c.num_blocks(), c.num_layers(), c.outer_dim(), c.page_size(), c.num_heads(), c.head_dim(), c.dtype()
+            c.num_blocks(),
+            c.num_layers(),
+            c.outer_dim(),
+            c.page_size(),
+            c.num_heads(),
+            c.head_dim(),
+            c.dtype()
         );
         if c.alignment() != 1 {
             text += &format!(", alignment={}", c.alignment());

@@ -3,14 +3,15 @@
 use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use kvferry::{BlockId, Engine, Transform, TransferOptions, TransferStrategy};
+use kvferry::{BlockId, Engine, TransferOptions, TransferStrategy, Transform};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList, PyRange, PyTuple};
 
 use crate::errors::{OrRaise, plain};
 use crate::ids::{IdList, ids};
 use crate::layout::PhysicalLayout;
-use crate::transfer::{Transfer, seconds_of};
+use crate::numbers::{integer, whole};
+use crate::transfer::{Timeout, Transfer, interruptible};
 
 /// Options shared by transfer(), plan() and route().
 struct Options<'a, 'py> {
@@ -19,7 +20,7 @@ struct Options<'a, 'py> {
     stream: Option<&'a Bound<'py, PyAny>>,
     after: Option<&'a Bound<'py, PyAny>>,
     engine: &'a str,
-    num_sms: Option<u32>,
+    num_sms: Option<&'a Bound<'py, PyAny>>,
     transform: &'a str,
     strategy: Option<&'a str>,
 }
@@ -27,26 +28,39 @@ struct Options<'a, 'py> {
 impl Options<'_, '_> {
     fn read(&self, py: Python<'_>) -> PyResult<TransferOptions> {
         let refuse = |what: &str| {
-            Err(plain(py, "Unsupported", format!("{what} needs a GPU transfer: this context moves host memory")))
+            Err(plain(
+                py,
+                "Unsupported",
+                format!("{what} needs a GPU transfer: this context moves host memory"),
+            ))
         };
         if self.stream.is_some() {
             return refuse("stream=");
         }
-        if self.num_sms.is_some() {
+        if let Some(num_sms) = self.num_sms {
+            whole("OptionError", "num_sms", num_sms, u32::MAX.into())?;
             return refuse("num_sms=");
         }
         let transform = match self.transform {
             "auto" => Transform::Auto,
             "forbid" => Transform::Forbid,
             other => {
-                return Err(plain(py, "OptionError", format!("transform must be \"auto\" or \"forbid\", got {other:?}")));
+                return Err(plain(
+                    py,
+                    "OptionError",
+                    format!("transform must be \"auto\" or \"forbid\", got {other:?}"),
+                ));
             }
         };
         Ok(TransferOptions {
             layers: self.layers.map(|layers| span("layers", layers)).transpose()?,
             heads: self.heads.map(|heads| span("heads", heads)).transpose()?,
             transform,
-            engine: if self.engine == "auto" { None } else { Some(self.engine.parse::<Engine>().or_raise(py)?) },
+            engine: if self.engine == "auto" {
+                None
+            } else {
+                Some(self.engine.parse::<Engine>().or_raise(py)?)
+            },
             strategy: self.strategy.map(|s| s.parse::<TransferStrategy>()).transpose().or_raise(py)?,
             after: self.after.map(jobs).transpose()?.unwrap_or_default(),
         })
@@ -54,11 +68,13 @@ impl Options<'_, '_> {
 }
 
 /// A `range` with step 1. Emptiness and limits are the planner's to judge.
-fn span(option: &str, value: &Bound<'_, PyAny>) -> PyResult<Range<u64>> {
+pub(crate) fn span(option: &str, value: &Bound<'_, PyAny>) -> PyResult<Range<u64>> {
     let py = value.py();
-    let bad = || plain(py, "OptionError", format!("{option} must be a range with step 1 and start >= 0, got {value}"));
+    let bad = || {
+        plain(py, "OptionError", format!("{option} must be a range with step 1 and start >= 0, got {value}"))
+    };
     let range = value.cast::<PyRange>().map_err(|_| bad())?;
-    let bound = |name: &str| range.getattr(name)?.extract::<i64>();
+    let bound = |name: &str| integer(&range.getattr(name)?)?.ok_or_else(bad);
     let (start, stop, step) = (bound("start")?, bound("stop")?, bound("step")?);
     match (u64::try_from(start), u64::try_from(stop), step) {
         (Ok(start), Ok(stop), 1) => Ok(start..stop),
@@ -68,7 +84,7 @@ fn span(option: &str, value: &Bound<'_, PyAny>) -> PyResult<Range<u64>> {
 
 fn jobs(after: &Bound<'_, PyAny>) -> PyResult<Vec<kvferry::TransferCompleteNotification>> {
     if let Ok(job) = after.cast::<Transfer>() {
-        return Ok(vec![job.get().0.clone()]);
+        return Ok(vec![job.get().job(after.py())?.clone()]);
     }
     if !(after.is_instance_of::<PyList>() || after.is_instance_of::<PyTuple>()) {
         let message = format!("after must be a Transfer or a list of them, got {}", after.get_type().name()?);
@@ -79,7 +95,7 @@ fn jobs(after: &Bound<'_, PyAny>) -> PyResult<Vec<kvferry::TransferCompleteNotif
         .map(|item| {
             let item = item?;
             match item.cast::<Transfer>() {
-                Ok(job) => Ok(job.get().0.clone()),
+                Ok(job) => Ok(job.get().job(item.py())?.clone()),
                 Err(_) => {
                     let message = format!("after must hold Transfers, got {}", item.get_type().name()?);
                     Err(plain(item.py(), "OptionError", message))
@@ -91,14 +107,13 @@ fn jobs(after: &Bound<'_, PyAny>) -> PyResult<Vec<kvferry::TransferCompleteNotif
 
 /// Both id lists, read with the GIL.
 fn both(
-    py: Python<'_>,
     (src, src_blocks): (&kvferry::PhysicalLayout, &Bound<'_, PyAny>),
     (dst, dst_blocks): (&kvferry::PhysicalLayout, &Bound<'_, PyAny>),
 ) -> PyResult<(Vec<BlockId>, Vec<BlockId>)> {
     let limit = |layout: &kvferry::PhysicalLayout| layout.layout().config().num_blocks();
     Ok((
-        ids(py, src_blocks, IdList { side: "source", limit: limit(src) })?,
-        ids(py, dst_blocks, IdList { side: "destination", limit: limit(dst) })?,
+        ids(src_blocks, IdList { side: "source", limit: limit(src) })?,
+        ids(dst_blocks, IdList { side: "destination", limit: limit(dst) })?,
     ))
 }
 
@@ -113,22 +128,38 @@ impl TransferContext {
     }
 }
 
+impl Drop for TransferContext {
+    fn drop(&mut self) {
+        // A context that was not closed waits for its jobs here, which others need not wait for.
+        let held = self.0.get_mut().unwrap_or_else(PoisonError::into_inner).take();
+        Python::try_attach(move |py| py.detach(move || drop(held)));
+    }
+}
+
 #[pymethods]
 impl TransferContext {
     #[new]
     #[pyo3(signature = (device=None, *, threads=None))]
-    fn new(py: Python<'_>, device: Option<&Bound<'_, PyAny>>, threads: Option<usize>) -> PyResult<Self> {
+    fn new(
+        py: Python<'_>,
+        device: Option<&Bound<'_, PyAny>>,
+        threads: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<Self> {
         let mut builder = kvferry::TransferContext::builder();
         if let Some(device) = device
             && device.extract::<&str>().ok() != Some("cpu")
         {
-            let ordinal = device.extract::<u32>().map_err(|_| {
-                plain(py, "OptionError", format!("device must be None, \"cpu\" or a GPU ordinal, got {device}"))
-            })?;
-            builder = builder.device(ordinal);
+            match integer(device)?.map(u32::try_from) {
+                Some(Ok(ordinal)) => builder = builder.device(ordinal),
+                _ => {
+                    let message = format!("device must be None, \"cpu\" or a GPU ordinal, got {device}");
+                    return Err(plain(py, "OptionError", message));
+                }
+            }
         }
         if let Some(threads) = threads {
-            builder = builder.threads(threads);
+            let threads = whole("OptionError", "threads", threads, u32::MAX.into())?;
+            builder = builder.threads(threads as usize);
         }
         Ok(TransferContext(Mutex::new(Some(Arc::new(builder.build().or_raise(py)?)))))
     }
@@ -149,14 +180,15 @@ impl TransferContext {
         stream: Option<&Bound<'_, PyAny>>,
         after: Option<&Bound<'_, PyAny>>,
         engine: &str,
-        num_sms: Option<u32>,
+        num_sms: Option<&Bound<'_, PyAny>>,
         transform: &str,
         strategy: Option<&str>,
     ) -> PyResult<Transfer> {
         let context = self.get(py)?;
-        let options = Options { layers, heads, stream, after, engine, num_sms, transform, strategy }.read(py)?;
-        let (from, to) = both(py, (&src.0, src_blocks), (&dst.0, dst_blocks))?;
-        Ok(Transfer(py.detach(|| context.transfer(&src.0, &dst.0, &from, &to, &options)).or_raise(py)?))
+        let options =
+            Options { layers, heads, stream, after, engine, num_sms, transform, strategy }.read(py)?;
+        let (from, to) = both((&src.0, src_blocks), (&dst.0, dst_blocks))?;
+        Ok(Transfer::new(py.detach(|| context.transfer(&src.0, &dst.0, &from, &to, &options)).or_raise(py)?))
     }
 
     /// Plans a transfer without running it.
@@ -175,13 +207,14 @@ impl TransferContext {
         stream: Option<&Bound<'_, PyAny>>,
         after: Option<&Bound<'_, PyAny>>,
         engine: &str,
-        num_sms: Option<u32>,
+        num_sms: Option<&Bound<'_, PyAny>>,
         transform: &str,
         strategy: Option<&str>,
     ) -> PyResult<TransferPlan> {
         let context = self.get(py)?;
-        let options = Options { layers, heads, stream, after, engine, num_sms, transform, strategy }.read(py)?;
-        let (from, to) = both(py, (&src.0, src_blocks), (&dst.0, dst_blocks))?;
+        let options =
+            Options { layers, heads, stream, after, engine, num_sms, transform, strategy }.read(py)?;
+        let (from, to) = both((&src.0, src_blocks), (&dst.0, dst_blocks))?;
         Ok(TransferPlan(py.detach(|| context.plan(&src.0, &dst.0, &from, &to, &options)).or_raise(py)?))
     }
 
@@ -199,12 +232,13 @@ impl TransferContext {
         stream: Option<&Bound<'_, PyAny>>,
         after: Option<&Bound<'_, PyAny>>,
         engine: &str,
-        num_sms: Option<u32>,
+        num_sms: Option<&Bound<'_, PyAny>>,
         transform: &str,
         strategy: Option<&str>,
     ) -> PyResult<Route> {
         let context = self.get(py)?;
-        let options = Options { layers, heads, stream, after, engine, num_sms, transform, strategy }.read(py)?;
+        let options =
+            Options { layers, heads, stream, after, engine, num_sms, transform, strategy }.read(py)?;
         let route = py.detach(|| context.route(&src.0, &dst.0, &options)).or_raise(py)?;
         Ok(Route { route, src: src.0.clone(), dst: dst.0.clone() })
     }
@@ -223,11 +257,12 @@ impl TransferContext {
 
     /// Refuses new jobs and waits for those in flight. Closing twice is fine.
     #[pyo3(signature = (timeout=None))]
-    fn close(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<()> {
-        let limit = timeout.map(|seconds| seconds_of(py, seconds)).transpose()?;
+    fn close(&self, py: Python<'_>, timeout: Option<Timeout>) -> PyResult<()> {
         let Ok(context) = self.get(py) else { return Ok(()) };
-        py.detach(|| context.close(limit)).or_raise(py)?;
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).take();
+        interruptible(py, timeout, |limit| context.close(limit))?;
+        // Dropped without the lock: the last reference joins the threads.
+        let held = self.0.lock().unwrap_or_else(PoisonError::into_inner).take();
+        drop(held);
         Ok(())
     }
 
@@ -243,7 +278,11 @@ impl TransferContext {
     fn __repr__(&self, py: Python<'_>) -> String {
         match self.get(py) {
             Ok(context) => {
-                format!("TransferContext(host, {} threads, {} in flight)", context.threads(), context.in_flight())
+                format!(
+                    "TransferContext(host, {} threads, {} in flight)",
+                    context.threads(),
+                    context.in_flight()
+                )
             }
             Err(_) => "TransferContext(closed)".to_owned(),
         }
@@ -267,13 +306,18 @@ impl Route {
         src_blocks: &Bound<'_, PyAny>,
         dst_blocks: &Bound<'_, PyAny>,
     ) -> PyResult<Transfer> {
-        let (from, to) = both(py, (&self.src, src_blocks), (&self.dst, dst_blocks))?;
-        Ok(Transfer(py.detach(|| self.route.submit(&from, &to)).or_raise(py)?))
+        let (from, to) = both((&self.src, src_blocks), (&self.dst, dst_blocks))?;
+        Ok(Transfer::new(py.detach(|| self.route.submit(&from, &to)).or_raise(py)?))
     }
 
     /// Plans without running.
-    fn plan(&self, py: Python<'_>, src_blocks: &Bound<'_, PyAny>, dst_blocks: &Bound<'_, PyAny>) -> PyResult<TransferPlan> {
-        let (from, to) = both(py, (&self.src, src_blocks), (&self.dst, dst_blocks))?;
+    fn plan(
+        &self,
+        py: Python<'_>,
+        src_blocks: &Bound<'_, PyAny>,
+        dst_blocks: &Bound<'_, PyAny>,
+    ) -> PyResult<TransferPlan> {
+        let (from, to) = both((&self.src, src_blocks), (&self.dst, dst_blocks))?;
         Ok(TransferPlan(py.detach(|| self.route.plan(&from, &to)).or_raise(py)?))
     }
 }
@@ -333,10 +377,11 @@ impl TransferPlan {
     }
 
     /// Every run as a dict of source and destination region and offset, and length; at most `limit`.
-    #[pyo3(signature = (limit=1000))]
-    fn runs<'py>(&self, py: Python<'py>, limit: usize) -> PyResult<Bound<'py, PyList>> {
+    #[pyo3(signature = (limit=None), text_signature = "($self, limit=1000)")]
+    fn runs<'py>(&self, py: Python<'py>, limit: Option<&Bound<'py, PyAny>>) -> PyResult<Bound<'py, PyList>> {
+        let limit = limit.map_or(Ok(1000), |limit| whole("OptionError", "limit", limit, i64::MAX as u64))?;
         let list = PyList::empty(py);
-        for run in self.0.plan().runs().take(limit) {
+        for run in self.0.plan().runs().take(limit as usize) {
             let dict = PyDict::new(py);
             dict.set_item("src_region", run.src.region)?;
             dict.set_item("src_offset", run.src.offset)?;
@@ -350,6 +395,12 @@ impl TransferPlan {
 
     fn __repr__(&self) -> String {
         let stats = self.0.stats();
-        format!("TransferPlan({} blocks, {} bytes, {} runs, engine {})", stats.blocks, stats.bytes, stats.runs, self.engine())
+        format!(
+            "TransferPlan({} blocks, {} bytes, {} runs, engine {})",
+            stats.blocks,
+            stats.bytes,
+            stats.runs,
+            self.engine()
+        )
     }
 }

@@ -7,6 +7,7 @@ use kvferry::Dtype;
 use pyo3::prelude::*;
 use pyo3::types::{PyCapsule, PyCapsuleMethods, PyDict};
 
+use crate::arrays::{Raw, packed};
 use crate::errors::plain;
 
 #[repr(C)]
@@ -51,20 +52,16 @@ const DEVICE_CPU: i32 = 1;
 const DEVICE_CUDA: i32 = 2;
 const DEVICE_CUDA_HOST: i32 = 3;
 
-/// What a capsule describes, with strides in bytes.
-pub(crate) struct Tensor {
-    pub(crate) addr: u64,
-    pub(crate) shape: Vec<u64>,
-    pub(crate) strides: Vec<i64>,
-    pub(crate) item_bytes: u64,
-    pub(crate) dtype: Option<Dtype>,
-    pub(crate) dtype_name: String,
-    pub(crate) read_only: bool,
-    pub(crate) keep: Py<PyAny>,
-}
+const INT: u8 = 0;
+const UINT: u8 = 1;
+const FLOAT: u8 = 2;
+const BFLOAT: u8 = 4;
+const BOOL: u8 = 6;
+const FLOAT8_E4M3FN: u8 = 10;
+const FLOAT8_E5M2: u8 = 12;
 
 /// Asks `object` for its memory. The producer's stream is not waited for (`stream=-1`): kvferry orders itself.
-pub(crate) fn import(object: &Bound<'_, PyAny>, name: &str) -> PyResult<Tensor> {
+pub(crate) fn import(object: &Bound<'_, PyAny>, name: &str) -> PyResult<Raw> {
     let py = object.py();
     let (device, _): (i32, i32) = object.call_method0("__dlpack_device__")?.extract()?;
     let options = PyDict::new(py);
@@ -83,12 +80,17 @@ pub(crate) fn import(object: &Bound<'_, PyAny>, name: &str) -> PyResult<Tensor> 
     };
     let capsule = capsule.cast_into::<PyCapsule>()?;
     let (tensor, read_only) = if capsule.is_valid_checked(Some(c"dltensor_versioned")) {
-        let managed = capsule.pointer_checked(Some(c"dltensor_versioned"))?.cast::<DlManagedTensorVersioned>();
+        let managed =
+            capsule.pointer_checked(Some(c"dltensor_versioned"))?.cast::<DlManagedTensorVersioned>();
         // SAFETY: a capsule of this name holds a live DLManagedTensorVersioned (DLPack 1.x); we hold the capsule, it is
         // not consumed, and the struct is plain data of the declared C layout.
         let managed = unsafe { managed.as_ref() };
         if managed.major != 1 {
-            return Err(plain(py, "Unsupported", format!("{name}: DLPack version {} is not supported", managed.major)));
+            return Err(plain(
+                py,
+                "Unsupported",
+                format!("{name}: DLPack version {} is not supported", managed.major),
+            ));
         }
         (managed.tensor, managed.flags & READ_ONLY != 0)
     } else {
@@ -97,38 +99,35 @@ pub(crate) fn import(object: &Bound<'_, PyAny>, name: &str) -> PyResult<Tensor> 
         // capsule and it is not consumed.
         (unsafe { *managed.as_ref() }, false)
     };
-    if !matches!(tensor.device.device_type, DEVICE_CPU | DEVICE_CUDA | DEVICE_CUDA_HOST) {
-        let kind = tensor.device.device_type;
-        return Err(plain(py, "Unsupported", format!("{name}: memory of DLPack device type {kind} is not supported")));
+    let device_type = tensor.device.device_type;
+    if !matches!(device_type, DEVICE_CPU | DEVICE_CUDA | DEVICE_CUDA_HOST) {
+        let message = format!("{name}: memory of DLPack device type {device_type} is not supported");
+        return Err(plain(py, "Unsupported", message));
     }
     let ndim = usize::try_from(tensor.ndim).unwrap_or(0);
-    let shape = read(tensor.shape, ndim);
-    let item_bytes = u64::from(tensor.dtype.bits) * u64::from(tensor.dtype.lanes) / 8;
-    let strides: Vec<i64> = if tensor.strides.is_null() {
-        let mut step = item_bytes as i64;
-        let mut packed: Vec<i64> = shape
-            .iter()
-            .rev()
-            .map(|&extent| {
-                let stride = step;
-                step = step.saturating_mul(extent);
-                stride
-            })
-            .collect();
-        packed.reverse();
-        packed
+    let shape: Vec<u64> = read(tensor.shape, ndim).into_iter().map(|extent| extent.max(0) as u64).collect();
+    let DlDataType { code, bits, lanes } = tensor.dtype;
+    let item_bytes = if bits.is_multiple_of(8) && lanes == 1 { u64::from(bits / 8) } else { 0 };
+    let strides = if tensor.strides.is_null() {
+        packed(&shape, item_bytes)
     } else {
-        read(tensor.strides, ndim).into_iter().map(|stride| stride.saturating_mul(item_bytes as i64)).collect()
+        read(tensor.strides, ndim)
+            .into_iter()
+            .map(|stride| stride.saturating_mul(item_bytes as i64))
+            .collect()
     };
-    let whole_bytes = tensor.dtype.bits.is_multiple_of(8) && tensor.dtype.lanes == 1;
-    Ok(Tensor {
-        addr: (tensor.data as u64).wrapping_add(tensor.byte_offset),
-        shape: shape.into_iter().map(|extent| extent.max(0) as u64).collect(),
+    let lanes = if lanes == 1 { String::new() } else { format!(" in {lanes} lanes") };
+    Ok(Raw {
+        // A null pointer stays one, so that it can be refused.
+        addr: if tensor.data.is_null() { 0 } else { (tensor.data as u64).wrapping_add(tensor.byte_offset) },
+        shape,
         strides,
-        item_bytes: if whole_bytes { item_bytes } else { 0 },
+        item_bytes,
         dtype: dtype(tensor.dtype),
-        dtype_name: format!("DLPack code {} with {} bits", tensor.dtype.code, tensor.dtype.bits),
+        dtype_name: format!("DLPack type code {code}, {bits} bits{lanes}"),
+        relabel: item_bytes != 0 && matches!(code, INT | UINT | BOOL),
         read_only,
+        on_device: device_type == DEVICE_CUDA,
         keep: capsule.into_any().unbind(),
     })
 }
@@ -141,23 +140,19 @@ fn read(from: *const i64, count: usize) -> Vec<i64> {
     unsafe { std::slice::from_raw_parts(from, count) }.to_vec()
 }
 
-/// Type codes of `dlpack.h`: 0 int, 1 uint, 2 float, 4 bfloat, 10 float8_e4m3fn, 12 float8_e5m2.
 fn dtype(of: DlDataType) -> Option<Dtype> {
-    if of.lanes != 1 {
-        return None;
-    }
-    Some(match (of.code, of.bits) {
-        (0, 8) => Dtype::Int8,
-        (0, 16) => Dtype::Int16,
-        (0, 32) => Dtype::Int32,
-        (0, 64) => Dtype::Int64,
-        (1, 8) => Dtype::UInt8,
-        (2, 16) => Dtype::Float16,
-        (2, 32) => Dtype::Float32,
-        (2, 64) => Dtype::Float64,
-        (4, 16) => Dtype::BFloat16,
-        (10, 8) => Dtype::Float8E4M3Fn,
-        (12, 8) => Dtype::Float8E5M2,
+    Some(match (of.code, of.bits, of.lanes) {
+        (INT, 8, 1) => Dtype::Int8,
+        (INT, 16, 1) => Dtype::Int16,
+        (INT, 32, 1) => Dtype::Int32,
+        (INT, 64, 1) => Dtype::Int64,
+        (UINT, 8, 1) => Dtype::UInt8,
+        (FLOAT, 16, 1) => Dtype::Float16,
+        (FLOAT, 32, 1) => Dtype::Float32,
+        (FLOAT, 64, 1) => Dtype::Float64,
+        (BFLOAT, 16, 1) => Dtype::BFloat16,
+        (FLOAT8_E4M3FN, 8, 1) => Dtype::Float8E4M3Fn,
+        (FLOAT8_E5M2, 8, 1) => Dtype::Float8E5M2,
         _ => return None,
     })
 }

@@ -2,15 +2,27 @@
 
 use kvferry::{Error, LayoutError, PlanError};
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyType};
+use pyo3::types::{PyDict, PyString, PyType};
 
-/// Builds `kvferry._errors.<class>(message)` and sets the given attributes.
-fn raise(py: Python<'_>, class: &'static str, message: String, fill: impl FnOnce(&Bound<'_, PyDict>) -> PyResult<()>) -> PyErr {
+/// Builds `kvferry._errors.<class>(message, **fields)` without running its `__init__`: Python code that native code calls
+/// must not be where a daemon thread is when the interpreter ends (before 3.14, that aborts the process).
+fn raise(
+    py: Python<'_>,
+    class: &'static str,
+    message: String,
+    fill: impl FnOnce(&Bound<'_, PyDict>) -> PyResult<()>,
+) -> PyErr {
     let make = || -> PyResult<PyErr> {
         let class = py.import("kvferry._errors")?.getattr(class)?.cast_into::<PyType>()?;
         let fields = PyDict::new(py);
         fill(&fields)?;
-        let error = class.call((message.as_str(),), Some(&fields))?;
+        let arguments = (message.as_str(),);
+        let error = class.call_method1("__new__", (&class, arguments.0))?;
+        // An OSError does not take them from __new__.
+        error.setattr("args", arguments)?;
+        for (name, value) in fields.iter() {
+            error.setattr(name.cast_into::<PyString>()?, value)?;
+        }
         Ok(PyErr::from_value(error))
     };
     make().unwrap_or_else(|error| error)
@@ -41,11 +53,33 @@ pub(crate) fn to_py(py: Python<'_>, error: Error) -> PyErr {
         Error::Unsupported { .. } => plain(py, "Unsupported", message),
         Error::Closed => plain(py, "ClosedError", message),
         Error::Fork(_) => plain(py, "ForkError", message),
-        Error::Transfer(failure) => raise(py, "TransferError", message, |d| {
-            d.set_item("failed_blocks", failure.failed_blocks)
+        Error::Transfer(failure) => {
+            raise(py, "TransferError", message, |d| d.set_item("failed_blocks", failure.failed_blocks))
+        }
+        Error::Mismatch(found) => raise(py, "MismatchError", message, |d| {
+            d.set_item("block", found.block.0)?;
+            d.set_item("as_block", found.as_block.0)?;
+            d.set_item("layer", found.at.layer)?;
+            d.set_item("outer", found.at.outer)?;
+            d.set_item("token", found.at.token)?;
+            d.set_item("head", found.at.head)?;
+            d.set_item("offset", found.offset)?;
+            d.set_item("expected", found.expected)?;
+            d.set_item("found", found.found)?;
+            d.set_item("bad_rows", found.bad_rows)?;
+            d.set_item("rows", found.rows)
+        }),
+        Error::Guard(found) => raise(py, "GuardError", message, |d| {
+            d.set_item("region", found.region)?;
+            d.set_item("offset", found.offset)?;
+            d.set_item("block", found.block.map(|block| block.0))?;
+            d.set_item("expected", found.expected)?;
+            d.set_item("found", found.found)
         }),
         Error::Timeout { seconds } => raise(py, "WaitTimeout", message, |d| d.set_item("seconds", seconds)),
-        Error::Thread(_) | Error::Region(_) => plain(py, "TransferError", message),
+        Error::Thread(_) => plain(py, "Busy", message),
+        // Only fill() writes without a plan, which has its own refusal of read-only destinations.
+        Error::Region(_) => plain(py, "LayoutError", message),
         _ => plain(py, "Error", message),
     }
 }
@@ -53,12 +87,16 @@ pub(crate) fn to_py(py: Python<'_>, error: Error) -> PyErr {
 fn plan(py: Python<'_>, error: PlanError) -> PyErr {
     let message = error.to_string();
     match error {
-        PlanError::BlockId { side, index, value, limit } => block_id(py, message, &side.to_string(), index, value, limit),
-        PlanError::DuplicateDestination { value, first, second } => raise(py, "DuplicateBlockError", message, |d| {
-            d.set_item("value", value)?;
-            d.set_item("first", first)?;
-            d.set_item("second", second)
-        }),
+        PlanError::BlockId { side, index, value, limit } => {
+            block_id(py, message, &side.to_string(), index, value, limit)
+        }
+        PlanError::DuplicateDestination { value, first, second } => {
+            raise(py, "DuplicateBlockError", message, |d| {
+                d.set_item("value", value)?;
+                d.set_item("first", first)?;
+                d.set_item("second", second)
+            })
+        }
         PlanError::Overlap { src, dst, addr } => raise(py, "OverlapError", message, |d| {
             d.set_item("src_block", src)?;
             d.set_item("dst_block", dst)?;
@@ -68,7 +106,14 @@ fn plan(py: Python<'_>, error: PlanError) -> PyErr {
     }
 }
 
-pub(crate) fn block_id(py: Python<'_>, message: String, side: &str, index: usize, value: i64, limit: u64) -> PyErr {
+pub(crate) fn block_id(
+    py: Python<'_>,
+    message: String,
+    side: &str,
+    index: usize,
+    value: i64,
+    limit: u64,
+) -> PyErr {
     raise(py, "BlockIdError", message, |d| {
         d.set_item("side", side)?;
         d.set_item("index", index)?;

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use kvferry::{Axis, BlockDim, KvOrder, LayoutKind, MemoryKind};
+use kvferry::{Axis, BlockDim, ForeignArray, KvOrder, LayoutKind, MemoryKind};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
 
@@ -10,12 +10,19 @@ use crate::arrays;
 use crate::config::LayoutConfig;
 use crate::errors::{OrRaise, plain};
 use crate::memory::Memory;
+use crate::numbers::whole;
+use crate::verify;
 
 /// A layout bound to memory, owned or borrowed.
 #[pyclass(frozen, module = "kvferry")]
 pub(crate) struct PhysicalLayout(pub(crate) Arc<kvferry::PhysicalLayout>);
 
-fn make(py: Python<'_>, config: &LayoutConfig, memory: &Memory, kind: LayoutKind) -> PyResult<PhysicalLayout> {
+fn make(
+    py: Python<'_>,
+    config: &LayoutConfig,
+    memory: &Memory,
+    kind: LayoutKind,
+) -> PyResult<PhysicalLayout> {
     let (config, memory) = (config.0, memory.0);
     let made = py.detach(|| {
         let layout = kvferry::Layout::of_kind(config, kind)?;
@@ -29,8 +36,18 @@ impl PhysicalLayout {
     /// One allocation, blocks outermost.
     #[staticmethod]
     #[pyo3(signature = (config, memory, *, order="NHD"))]
-    fn fully_contiguous(py: Python<'_>, config: &LayoutConfig, memory: &Memory, order: &str) -> PyResult<Self> {
-        make(py, config, memory, LayoutKind::FullyContiguous { order: order.parse::<KvOrder>().or_raise(py)? })
+    fn fully_contiguous(
+        py: Python<'_>,
+        config: &LayoutConfig,
+        memory: &Memory,
+        order: &str,
+    ) -> PyResult<Self> {
+        make(
+            py,
+            config,
+            memory,
+            LayoutKind::FullyContiguous { order: order.parse::<KvOrder>().or_raise(py)? },
+        )
     }
 
     /// One allocation per layer.
@@ -78,20 +95,20 @@ impl PhysicalLayout {
             None => config.map(|config| config.0.dtype()),
         };
         let (found, pairs) = arrays::collect(tensors, declared)?;
-        let Some(first) = found.first() else {
-            return Err(plain(py, "LayoutError", "tensors is empty"));
+        let (element, memory) = match found.first() {
+            Some(first) => (first.dtype, first.memory),
+            None => return Err(plain(py, "LayoutError", "tensors is empty")),
         };
-        let (element, memory) = (first.dtype, first.memory);
-        if let Some(other) = found.iter().find(|array| array.dtype != element) {
-            let message = format!("{}: dtype is {}, expected {element}", other.array.name, other.dtype);
-            return Err(plain(py, "LayoutError", message));
-        }
         let (mut shapes, mut regions) = (Vec::new(), Vec::new());
         for array in found {
             shapes.push(array.array);
             regions.push(array.region);
         }
-        let layout = kvferry::Layout::from_arrays(&shapes, &axes, pairs, element, config.map(|c| &c.0)).or_raise(py)?;
+        let layout = kvferry::Layout::from_arrays(&shapes, &axes, pairs, element, config.map(|c| &c.0))
+            .or_raise(py)?;
+        if let Some(config) = config {
+            aligned(py, &layout, &shapes, &regions, config.0.alignment())?;
+        }
         Ok(PhysicalLayout(kvferry::PhysicalLayout::from_regions(layout, memory, regions).or_raise(py)?))
     }
 
@@ -150,11 +167,26 @@ impl PhysicalLayout {
     }
 
     /// The contiguous bytes of (block, layer, outer); LayoutError where they are not contiguous.
-    #[pyo3(signature = (block, layer, outer=0))]
-    fn region(slf: &Bound<'_, Self>, block: u64, layer: u64, outer: u64) -> PyResult<Region> {
+    #[pyo3(signature = (block, layer, outer=None), text_signature = "($self, block, layer, outer=0)")]
+    fn region(
+        slf: &Bound<'_, Self>,
+        block: &Bound<'_, PyAny>,
+        layer: &Bound<'_, PyAny>,
+        outer: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<Region> {
+        let at = |axis, value| whole("LayoutError", axis, value, i64::MAX as u64);
+        let (block, layer) = (at("block", block)?, at("layer", layer)?);
+        let outer = outer.map_or(Ok(0), |outer| at("outer", outer))?;
         let layout = &slf.get().0;
         let span = layout.memory_region(block, layer, outer).or_raise(slf.py())?;
-        Ok(Region { layout: layout.clone(), addr: span.addr, nbytes: span.len, shape: vec![span.len], strides: None, typestr: "|u1" })
+        Ok(Region {
+            layout: layout.clone(),
+            addr: span.addr,
+            nbytes: span.len,
+            shape: vec![span.len],
+            strides: None,
+            typestr: "|u1",
+        })
     }
 
     /// Every region as a zero-copy view with its own axes; see `region_axes`. Types NumPy lacks appear as raw integers.
@@ -166,7 +198,8 @@ impl PhysicalLayout {
         let shape: Vec<u64> = axes.iter().map(|&axis| view.extent(axis)).collect();
         let strides: Vec<u64> = axes.iter().map(|&axis| view.stride(axis)).collect();
         if view.block_step().parts > 1 && axes.contains(&Axis::Block) {
-            let message = "a layout re-addressed in finer pages has no plain strided view; take it of the original";
+            let message =
+                "a layout re-addressed in finer pages has no plain strided view; take it of the original";
             return Err(plain(slf.py(), "LayoutError", message));
         }
         Ok(layout
@@ -192,6 +225,13 @@ impl PhysicalLayout {
     /// Zero-copy NumPy view: one array, or a list with one array per region. Needs NumPy.
     fn numpy<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
         let py = slf.py();
+        if !slf.get().0.memory_kind().is_host() {
+            return Err(plain(
+                py,
+                "Unsupported",
+                format!("a NumPy view of {} memory", slf.get().0.memory_kind()),
+            ));
+        }
         let numpy = py.import("numpy")?;
         let arrays = PyList::empty(py);
         for region in Self::regions(slf)? {
@@ -201,12 +241,51 @@ impl PhysicalLayout {
     }
 
     /// Sets every byte of every region, padding included.
-    fn fill(&self, py: Python<'_>, value: u8) -> PyResult<()> {
+    fn fill(&self, value: &Bound<'_, PyAny>) -> PyResult<()> {
+        let py = value.py();
+        let value = whole("OptionError", "value", value, 255)? as u8;
         py.detach(|| self.0.fill(value)).or_raise(py)
     }
 
+    /// One checksum per block: the same in every order, layout and memory, additive (mod 2**64) over layers and shards.
+    #[pyo3(signature = (blocks=None, layers=None))]
+    fn checksum(
+        &self,
+        py: Python<'_>,
+        blocks: Option<&Bound<'_, PyAny>>,
+        layers: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<Vec<u64>> {
+        verify::checksum(py, &self.0, blocks, layers)
+    }
+
+    /// Fills every head row with the stream that seed, block, layer, outer, token and global head determine.
+    #[pyo3(signature = (seed, blocks=None))]
+    fn fill_pattern(&self, seed: &Bound<'_, PyAny>, blocks: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
+        verify::fill_pattern(&self.0, seed, blocks)
+    }
+
+    /// Raises MismatchError unless blocks[i] holds the pattern of as_blocks[i] (default: of its own id).
+    #[pyo3(signature = (seed, blocks=None, as_blocks=None, layers=None))]
+    fn verify_pattern(
+        &self,
+        seed: &Bound<'_, PyAny>,
+        blocks: Option<&Bound<'_, PyAny>>,
+        as_blocks: Option<&Bound<'_, PyAny>>,
+        layers: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<()> {
+        verify::verify_pattern(&self.0, seed, blocks, as_blocks, layers)
+    }
+
+    /// Raises GuardError unless every byte but the payload of except_blocks, padding and gaps included, is value.
+    #[pyo3(signature = (value, except_blocks=None), text_signature = "($self, value, except_blocks=())")]
+    fn check_fill(&self, value: &Bound<'_, PyAny>, except_blocks: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
+        verify::check_fill(&self.0, value, except_blocks)
+    }
+
     /// The same memory re-addressed in pages of `page_size` tokens: id = parts * block + part.
-    fn with_page_size(&self, py: Python<'_>, page_size: u64) -> PyResult<Self> {
+    fn with_page_size(&self, page_size: &Bound<'_, PyAny>) -> PyResult<Self> {
+        let py = page_size.py();
+        let page_size = whole("LayoutError", "page_size", page_size, i64::MAX as u64)?;
         Ok(PhysicalLayout(self.0.with_page_size(page_size).or_raise(py)?))
     }
 
@@ -218,15 +297,50 @@ impl PhysicalLayout {
         format!(
             "PhysicalLayout({}{order}, {} blocks x {} layers x {} outer x {} tokens x {} heads x {} {}, \
              {} region(s) of {} bytes in {} memory, first at {first:#x})",
-            self.kind(), c.num_blocks(), c.num_layers(), c.outer_dim(), c.page_size(), c.num_heads(), c.head_dim(),
-            c.dtype(), self.0.regions().len(), layout.region_bytes(), self.0.memory_kind(),
+            self.kind(),
+            c.num_blocks(),
+            c.num_layers(),
+            c.outer_dim(),
+            c.page_size(),
+            c.num_heads(),
+            c.head_dim(),
+            c.dtype(),
+            self.0.regions().len(),
+            layout.region_bytes(),
+            self.0.memory_kind(),
         )
     }
 }
 
+/// Checks a declared alignment of blocks against arrays as they lie.
+fn aligned(
+    py: Python<'_>,
+    layout: &kvferry::Layout,
+    arrays: &[ForeignArray],
+    regions: &[kvferry::Region],
+    alignment: u64,
+) -> PyResult<()> {
+    let step = layout.view().stride(Axis::Block);
+    for (array, region) in arrays.iter().zip(regions) {
+        let addr = region.span().addr;
+        if !addr.is_multiple_of(alignment)
+            || (layout.config().num_blocks() > 1 && !step.is_multiple_of(alignment))
+        {
+            let message = format!(
+                "{}: blocks start at {addr:#x} in steps of {step} bytes, the configuration aligns them to {alignment}",
+                array.name
+            );
+            return Err(plain(py, "LayoutError", message));
+        }
+    }
+    Ok(())
+}
+
 fn region_axes(layout: &kvferry::PhysicalLayout) -> Vec<Axis> {
     let view = layout.layout().view();
-    view.order().into_iter().filter(|&axis| view.region_stride(axis) == 0).collect()
+    // Axes that foreign arrays did not name step nothing at all.
+    let named = |axis| layout.layout().kind() != LayoutKind::Strided || view.stride(axis) != 0;
+    view.order().into_iter().filter(|&axis| view.region_stride(axis) == 0 && named(axis)).collect()
 }
 
 /// NumPy type string; widths without a NumPy type are shown as unsigned integers.
@@ -280,7 +394,9 @@ impl Region {
     fn __array_interface__<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         if !self.layout.memory_kind().is_host() {
             // AttributeError, so that protocol look-ups go on to the next one.
-            return Err(pyo3::exceptions::PyAttributeError::new_err("device memory has no __array_interface__"));
+            return Err(pyo3::exceptions::PyAttributeError::new_err(
+                "device memory has no __array_interface__",
+            ));
         }
         self.interface(py)
     }
@@ -288,7 +404,9 @@ impl Region {
     #[getter]
     fn __cuda_array_interface__<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         if !matches!(self.layout.memory_kind(), MemoryKind::Device(_)) {
-            return Err(pyo3::exceptions::PyAttributeError::new_err("host memory has no __cuda_array_interface__"));
+            return Err(pyo3::exceptions::PyAttributeError::new_err(
+                "host memory has no __cuda_array_interface__",
+            ));
         }
         self.interface(py)
     }

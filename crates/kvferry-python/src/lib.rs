@@ -10,7 +10,9 @@ mod info;
 mod layout;
 mod memory;
 mod notify;
+mod numbers;
 mod transfer;
+mod verify;
 
 /// Native core of kvferry. Import `kvferry` instead.
 #[pyo3::pymodule]

@@ -3,6 +3,8 @@
 use kvferry::MemoryKind;
 use pyo3::prelude::*;
 
+use crate::numbers::whole;
+
 /// A kind of memory. Made by `system()`, `pinned()` and `device(ordinal)`.
 #[pyclass(frozen, eq, hash, module = "kvferry")]
 #[derive(Clone, PartialEq, Eq, Hash)]
@@ -56,6 +58,8 @@ pub(crate) fn pinned() -> Memory {
 
 /// Memory of the GPU with this ordinal.
 #[pyfunction]
-pub(crate) fn device(ordinal: u32) -> Memory {
-    Memory(MemoryKind::Device(ordinal))
+pub(crate) fn device(ordinal: &Bound<'_, PyAny>) -> PyResult<Memory> {
+    // A GPU ordinal is a C int.
+    let ordinal = whole("OptionError", "ordinal", ordinal, i32::MAX as u64)?;
+    Ok(Memory(MemoryKind::Device(ordinal as u32)))
 }

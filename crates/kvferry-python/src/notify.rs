@@ -34,12 +34,13 @@ impl Notifier {
     }
 
     /// Reports `key` when `job` ends.
-    fn watch(&self, job: &Transfer, key: u64) {
+    fn watch(&self, py: Python<'_>, job: &Transfer, key: u64) -> PyResult<()> {
         let shared = self.0.clone();
-        job.0.on_complete(move |_| {
+        job.job(py)?.on_complete(move |_| {
             shared.ended.lock().unwrap_or_else(PoisonError::into_inner).push(key);
             shared.bell.ring();
         });
+        Ok(())
     }
 
     /// Keys of the jobs that have ended; the descriptor is then unreadable until the next one.
@@ -50,8 +51,8 @@ impl Notifier {
     }
 }
 
-/// `kvferry._async.future_of(job)`.
-pub(crate) fn future_of<'py>(job: &Bound<'py, Transfer>) -> PyResult<Bound<'py, PyAny>> {
-    static FUTURE_OF: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
-    FUTURE_OF.import(job.py(), "kvferry._async", "future_of")?.call1((job,))
+/// `kvferry._async.wait_for(job)`: a generator that has not started, so no Python code runs in this native frame.
+pub(crate) fn wait_for<'py>(job: &Bound<'py, Transfer>) -> PyResult<Bound<'py, PyAny>> {
+    static WAIT_FOR: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
+    WAIT_FOR.import(job.py(), "kvferry._async", "wait_for")?.call1((job,))
 }

@@ -3,9 +3,11 @@
 use std::time::{Duration, Instant};
 
 use kvferry::TransferCompleteNotification;
+use kvferry::host::ForkGuard;
+use pyo3::exceptions::PyOverflowError;
 use pyo3::prelude::*;
 
-use crate::errors::{plain, to_py};
+use crate::errors::{OrRaise, plain, to_py};
 use crate::notify;
 
 /// How often a blocked wait looks for Ctrl-C. Completion itself is event-driven and does not wait for this.
@@ -56,46 +58,54 @@ impl TransferResult {
     fn __repr__(&self) -> String {
         format!(
             "TransferResult(bytes={}, blocks={}, seconds={:.6}, engine='{}', direction='{}')",
-            self.0.bytes, self.0.blocks, self.0.seconds, self.engine(), self.direction()
+            self.0.bytes,
+            self.0.blocks,
+            self.0.seconds,
+            self.engine(),
+            self.direction()
         )
     }
 }
 
 /// Handle of a submitted transfer. Dropping it does not stop the transfer.
 #[pyclass(frozen, module = "kvferry")]
-pub(crate) struct Transfer(pub(crate) TransferCompleteNotification);
+pub(crate) struct Transfer {
+    job: TransferCompleteNotification,
+    fork: ForkGuard,
+}
+
+impl Transfer {
+    pub(crate) fn new(job: TransferCompleteNotification) -> Transfer {
+        Transfer { job, fork: ForkGuard::new() }
+    }
+
+    /// The job, unless it can never end: one that was pending when its process forked, in the child.
+    pub(crate) fn job(&self, py: Python<'_>) -> PyResult<&TransferCompleteNotification> {
+        if !self.job.done() {
+            self.fork.check().or_raise(py)?;
+        }
+        Ok(&self.job)
+    }
+}
 
 #[pymethods]
 impl Transfer {
     /// Whether the transfer has ended, well or badly.
-    fn done(&self) -> bool {
-        self.0.done()
+    fn done(&self, py: Python<'_>) -> PyResult<bool> {
+        Ok(self.job(py)?.done())
     }
 
     /// Waits for the end without the GIL and returns the result. Raises TransferError if the job failed and
     /// WaitTimeout if `timeout` seconds passed; the job then goes on.
     #[pyo3(signature = (timeout=None))]
-    fn wait(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<TransferResult> {
-        let limit = timeout.map(|seconds| seconds_of(py, seconds)).transpose()?;
-        let start = Instant::now();
-        loop {
-            let left = limit.map(|limit| limit.saturating_sub(start.elapsed()));
-            let slice = left.map_or(SIGNAL_INTERVAL, |left| left.min(SIGNAL_INTERVAL));
-            match py.detach(|| self.0.wait(Some(slice))) {
-                Ok(result) => return Ok(TransferResult(result)),
-                Err(kvferry::Error::Timeout { .. }) => py.check_signals()?,
-                Err(error) => return Err(to_py(py, error)),
-            }
-            if left.is_some_and(|left| left <= slice) {
-                let seconds = timeout.unwrap_or_default();
-                return Err(to_py(py, kvferry::Error::Timeout { seconds }));
-            }
-        }
+    fn wait(&self, py: Python<'_>, timeout: Option<Timeout>) -> PyResult<TransferResult> {
+        let job = self.job(py)?;
+        interruptible(py, timeout, |limit| job.wait(limit)).map(TransferResult)
     }
 
     /// The result of an ended transfer. Raises Busy while it runs, TransferError if it failed.
     fn result(&self, py: Python<'_>) -> PyResult<TransferResult> {
-        match self.0.outcome() {
+        match self.job(py)?.outcome() {
             None => Err(plain(py, "Busy", "the transfer is not complete; wait() or await it")),
             Some(Ok(result)) => Ok(TransferResult(result)),
             Some(Err(failure)) => Err(to_py(py, failure.into())),
@@ -104,11 +114,11 @@ impl Transfer {
 
     /// `await job` in asyncio: the same result and errors as wait(), without blocking the loop.
     fn __await__<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
-        notify::future_of(slf)?.call_method0("__await__")
+        notify::wait_for(slf)
     }
 
     fn __repr__(&self) -> String {
-        match self.0.outcome() {
+        match self.job.outcome() {
             None => "Transfer(pending)".to_owned(),
             Some(Ok(result)) => format!("Transfer(done, {} bytes in {:.6} s)", result.bytes, result.seconds),
             Some(Err(failure)) => format!("Transfer(failed: {})", failure.reason),
@@ -116,11 +126,58 @@ impl Transfer {
     }
 }
 
-/// A timeout in seconds; `inf` is no limit in practice, NaN and negative values are refused.
-pub(crate) fn seconds_of(py: Python<'_>, seconds: f64) -> PyResult<Duration> {
-    if seconds.is_nan() || seconds < 0.0 {
-        return Err(plain(py, "OptionError", format!("timeout must be at least 0 seconds, got {seconds}")));
+/// Waits in slices without the GIL, so that Ctrl-C is seen.
+pub(crate) fn interruptible<T: Send>(
+    py: Python<'_>,
+    timeout: Option<Timeout>,
+    wait: impl Fn(Option<Duration>) -> kvferry::Result<T> + Sync,
+) -> PyResult<T> {
+    let start = Instant::now();
+    loop {
+        let left = timeout.map(|timeout| timeout.0.saturating_sub(start.elapsed()));
+        let slice = left.map_or(SIGNAL_INTERVAL, |left| left.min(SIGNAL_INTERVAL));
+        match py.detach(|| wait(Some(slice))) {
+            Ok(done) => return Ok(done),
+            Err(kvferry::Error::Timeout { .. }) => py.check_signals()?,
+            Err(error) => return Err(to_py(py, error)),
+        }
+        if let Some(timeout) = timeout
+            && left.is_some_and(|left| left <= slice)
+        {
+            return Err(to_py(py, kvferry::Error::Timeout { seconds: timeout.0.as_secs_f64() }));
+        }
     }
-    // A century; Duration cannot hold infinity.
-    Ok(Duration::from_secs_f64(seconds.min(3.2e9)))
+}
+
+/// A timeout in seconds; `inf` is no limit in practice, NaN and negative values are refused.
+#[derive(Clone, Copy)]
+pub(crate) struct Timeout(Duration);
+
+impl FromPyObject<'_, '_> for Timeout {
+    type Error = PyErr;
+
+    fn extract(value: Borrowed<'_, '_, PyAny>) -> PyResult<Timeout> {
+        let py = value.py();
+        let seconds = match value.extract::<f64>() {
+            Ok(seconds) => seconds,
+            // An integer beyond every float.
+            Err(error) if error.is_instance_of::<PyOverflowError>(py) => {
+                if value.lt(0)? {
+                    f64::NEG_INFINITY
+                } else {
+                    f64::INFINITY
+                }
+            }
+            Err(error) => return Err(error),
+        };
+        if seconds.is_nan() || seconds < 0.0 {
+            return Err(plain(
+                py,
+                "OptionError",
+                format!("timeout must be at least 0 seconds, got {seconds}"),
+            ));
+        }
+        // A century; Duration cannot hold infinity.
+        Ok(Timeout(Duration::from_secs_f64(seconds.min(3.2e9))))
+    }
 }

@@ -6,6 +6,7 @@ use kvferry_layout::{LayoutError, PlanError};
 
 use crate::memory::MemoryKind;
 use crate::transfer::{TransferFailure, TransferStrategy};
+use crate::verify::{GuardBreach, Mismatch};
 
 /// Result of kvferry's own calls.
 pub type Result<T> = std::result::Result<T, Error>;
@@ -84,6 +85,12 @@ pub enum Error {
     /// A job failed; its blocks must be taken as not moved.
     #[error(transparent)]
     Transfer(#[from] TransferFailure),
+    /// A block does not hold the pattern it should.
+    #[error(transparent)]
+    Mismatch(#[from] Mismatch),
+    /// A byte outside the expected blocks was written.
+    #[error(transparent)]
+    Guard(#[from] GuardBreach),
     /// A wait ran out of time; the job goes on.
     #[error("still not complete after {seconds} s")]
     Timeout {

@@ -28,6 +28,7 @@ mod error;
 mod memory;
 mod physical;
 mod transfer;
+mod verify;
 
 pub use build::{BuildInfo, build_info};
 pub use error::{Error, Result};
@@ -44,4 +45,6 @@ pub use physical::{PhysicalLayout, can_use_whole_block_transfer, validate_layout
 pub use transfer::{
     Candidate, Choice, Engine, HostMode, Outcome, Route, TransferCompleteNotification, TransferContext,
     TransferContextBuilder, TransferFailure, TransferOptions, TransferPlan, TransferResult, TransferStrategy,
+    plan_layouts,
 };
+pub use verify::{GuardBreach, Mismatch};

@@ -18,6 +18,7 @@ pub struct PhysicalLayout {
     regions: Vec<Region>,
     spans: Vec<RegionSpan>,
     owned: bool,
+    aliased: Option<(usize, usize)>,
 }
 
 impl PhysicalLayout {
@@ -54,8 +55,10 @@ impl PhysicalLayout {
         }
         let spans: Vec<RegionSpan> = regions.iter().map(Region::span).collect();
         layout.check_regions(&spans)?;
+        // Engines that share a layer's cache hand us one tensor twice: fine to read, ruinous to write.
+        let aliased = if owned { None } else { layout.aliased_regions(&spans) };
         let id = NEXT_ID.fetch_add(1, Ordering::Relaxed);
-        Ok(Arc::new(PhysicalLayout { id, layout, kind, regions, spans, owned }))
+        Ok(Arc::new(PhysicalLayout { id, layout, kind, regions, spans, owned, aliased }))
     }
 
     /// The same memory re-addressed in pages of `page_size` tokens: `id = parts · block + part`.
@@ -100,6 +103,11 @@ impl PhysicalLayout {
     /// First region that must not be written, if any.
     pub fn read_only_region(&self) -> Option<usize> {
         self.regions.iter().position(|region| !region.writable())
+    }
+
+    /// The first two regions that share bytes, if any; such a layout can be a source, never a destination.
+    pub const fn aliased_regions(&self) -> Option<(usize, usize)> {
+        self.aliased
     }
 
     /// Address and length of (block, layer, outer).

@@ -1,11 +1,16 @@
 //! The ways a plan is cut: inline, many blocks to a task, several tasks to a block, runs in pieces.
+#![allow(clippy::expect_used, clippy::panic, clippy::unwrap_used, reason = "a failing helper fails its test")]
 
 mod common;
 
 use common::layouts::{Dice, ids, own_kinds};
 use common::{Bound, FC, config, context, made};
+use kvferry::host::CopyHint;
 use kvferry::layout::oracle;
-use kvferry::{BlockDim, BlockId, HostMode, KvOrder, LayoutConfig, LayoutKind, TransferOptions, Transform};
+use kvferry::{
+    BlockDim, BlockId, HostMode, KvOrder, Layout, LayoutConfig, LayoutKind, MemoryKind, PhysicalLayout,
+    TransferOptions, Transform,
+};
 
 const LW: LayoutKind = LayoutKind::LayerSeparate { block_dim: BlockDim::BlockFirst, order: KvOrder::Nhd };
 const UNIVERSAL: LayoutKind = LayoutKind::FullyContiguous { order: KvOrder::Universal };
@@ -82,16 +87,14 @@ fn a_small_copy_is_inline_up_to_its_limit() {
 #[test]
 fn many_blocks_to_a_task() {
     // 1.5 KiB blocks, 341 to a task; joined, falling and scattered.
-    let config = config(2000, 2, 3, 4, 16);
-    let mut order: Vec<u64> = (0..2000).collect();
+    let config = config(1000, 2, 3, 4, 16);
+    let mut order: Vec<u64> = (0..1000).collect();
     Dice(1).shuffle(&mut order);
-    for threads in 1..=4 {
-        for kinds in [[FC, FC], [FC, LW], [LW, UNIVERSAL]] {
-            let shape = copy(config, kinds, [range(0..1800), range(200..2000)], threads);
-            assert!(shape.block_bytes * 100 < TASK && shape.bytes > 4 * TASK);
-            copy(config, kinds, [ids((0..1900).rev()), ids((100..2000).rev())], threads);
-            copy(config, kinds, [ids(order.iter().copied()), ids(order.iter().rev().copied())], threads);
-        }
+    for (threads, kinds) in [(1, [FC, FC]), (4, [FC, LW]), (3, [LW, UNIVERSAL])] {
+        let shape = copy(config, kinds, [range(0..800), range(200..1000)], threads);
+        assert!(shape.block_bytes * 100 < TASK && shape.bytes > 2 * TASK);
+        copy(config, kinds, [ids((0..900).rev()), ids((100..1000).rev())], threads);
+        copy(config, kinds, [ids(order.iter().copied()), ids(order.iter().rev().copied())], threads);
     }
 }
 
@@ -99,11 +102,9 @@ fn many_blocks_to_a_task() {
 fn several_tasks_to_a_block() {
     // 1.25 MiB and a row per block, in runs far below a task.
     let config = config(3, 4, 16, 8, 641);
-    for threads in 1..=4 {
-        for kinds in [[FC, LW], [LW, FC], [FC, UNIVERSAL], [UNIVERSAL, LW]] {
-            let shape = copy(config, kinds, [ids([2, 0]), ids([0, 1])], threads);
-            assert!(shape.run_bytes < TASK && shape.block_bytes > 2 * TASK);
-        }
+    for (threads, kinds) in [(1, [FC, LW]), (2, [LW, FC]), (3, [FC, UNIVERSAL]), (4, [UNIVERSAL, LW])] {
+        let shape = copy(config, kinds, [ids([2, 0]), ids([0, 1])], threads);
+        assert!(shape.run_bytes < TASK && shape.block_bytes > 2 * TASK);
     }
 }
 
@@ -111,7 +112,7 @@ fn several_tasks_to_a_block() {
 fn a_run_in_pieces() {
     // Runs of 641 KiB in each of two layers, and one of 1282 KiB.
     let config = config(3, 2, 16, 10, 1026);
-    for threads in 1..=4 {
+    for threads in [1, 4] {
         let shape = copy(config, [FC, LW], [ids([2, 0]), ids([0, 1])], threads);
         assert!(shape.run_bytes > TASK && shape.run_bytes == config.block_bytes() / 2);
         let shape = copy(config, [FC, FC], [ids([1, 2, 0]), ids([0, 1, 2])], threads);
@@ -132,4 +133,35 @@ fn forbidding_an_order_change_allows_what_needs_none() {
     let (src, dst) = (Bound::new(made(config, FC), 0), Bound::new(made(config, LW), 0));
     let options = TransferOptions { transform: Transform::Forbid, ..TransferOptions::default() };
     context(1).transfer(&src.layout, &dst.layout, &range(0..4), &range(0..4), &options).unwrap();
+}
+
+#[test]
+fn a_large_transfer_streams_and_says_so() {
+    // 40 MiB in rows of 256 bytes, and in rows too short to gain.
+    for (heads, dim, hint) in [(8, 128, CopyHint::NonTemporal), (16, 64, CopyHint::Temporal)] {
+        let config = config(20, 32, 16, heads, dim);
+        let make = |kind| {
+            let layout = Layout::of_kind(config, kind).unwrap();
+            PhysicalLayout::allocate(layout, MemoryKind::System).unwrap()
+        };
+        let (src, dst) = (make(FC), make(UNIVERSAL));
+        src.fill(1).unwrap();
+        let ctx = context(2);
+        let plan = ctx.plan(&src, &dst, &range(0..20), &range(0..20), &TransferOptions::default()).unwrap();
+        assert_eq!(plan.choice().hint, hint);
+        assert_eq!(
+            plan.explain().contains("streaming stores"),
+            hint == CopyHint::NonTemporal,
+            "{}",
+            plan.explain()
+        );
+        ctx.transfer(&src, &dst, &range(0..20), &range(0..20), &TransferOptions::default())
+            .unwrap()
+            .wait(None)
+            .unwrap();
+        let bytes = common::first_bytes(&dst, dst.layout().region_bytes() as usize);
+        assert!(bytes.iter().all(|&byte| byte == 1));
+        let few = ctx.plan(&src, &dst, &range(0..2), &range(0..2), &TransferOptions::default()).unwrap();
+        assert_eq!(few.choice().hint, CopyHint::Temporal);
+    }
 }

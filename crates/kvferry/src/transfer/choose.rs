@@ -2,8 +2,10 @@
 
 use std::fmt;
 
+use kvferry_host::CopyHint;
 use kvferry_layout::CopyPlan;
 
+use super::host::{hint, last_level_cache};
 use super::options::TransferOptions;
 use super::strategy::{Engine, TransferStrategy};
 use crate::error::{Error, Result};
@@ -46,6 +48,8 @@ pub struct Choice {
     pub engine: Engine,
     /// How the host engine runs it.
     pub host: HostMode,
+    /// Whether the host engine writes around the caches.
+    pub hint: CopyHint,
     /// Whether the caller forced the engine.
     pub forced: bool,
 }
@@ -67,12 +71,18 @@ impl Choice {
                             )
                         }
                         HostMode::Pooled { threads } => {
-                            format!("both sides are host memory: {threads} copy thread(s)")
+                            let stores = match self.hint {
+                                CopyHint::Temporal => "ordinary stores",
+                                CopyHint::NonTemporal => {
+                                    "streaming stores, as it is too large to stay in the cache"
+                                }
+                            };
+                            format!("both sides are host memory: {threads} copy thread(s), {stores}")
                         }
                     },
                 },
                 Engine::Batch | Engine::Kernel | Engine::Staged => {
-                    Candidate { engine, able: false, reason: "needs a GPU on one side".to_owned() }
+                    Candidate { engine, able: false, reason: "no GPU memory on either side".to_owned() }
                 }
                 Engine::Disk => {
                     Candidate { engine, able: false, reason: "neither side is a file".to_owned() }
@@ -89,9 +99,16 @@ impl fmt::Display for Choice {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let how = if self.forced { "asked for" } else { "chosen" };
         writeln!(f, "engine: {} ({how}), direction {}", self.engine, self.strategy)?;
-        for candidate in self.candidates() {
-            let mark = if candidate.able { "can" } else { "not" };
-            writeln!(f, "  {:<7} {mark}: {}", candidate.engine.name(), candidate.reason)?;
+        // Engines with one verdict share a line.
+        let candidates = self.candidates();
+        for (index, candidate) in candidates.iter().enumerate() {
+            let same = |other: &&Candidate| other.able == candidate.able && other.reason == candidate.reason;
+            if candidates[..index].iter().any(|other| same(&other)) {
+                continue;
+            }
+            let names: Vec<_> = candidates.iter().filter(same).map(|other| other.engine.name()).collect();
+            let verdict = if candidate.able { "can" } else { "cannot" };
+            writeln!(f, "  {} {verdict}: {}", names.join(", "), candidate.reason)?;
         }
         Ok(())
     }
@@ -133,5 +150,6 @@ pub(crate) fn choose(
     let runs = u64::from(plan.blocks()) * plan.pair().runs_per_block();
     let small = plan.bytes() <= INLINE_BYTES && runs <= INLINE_RUNS && options.after.is_empty();
     let host = if small { HostMode::Inline } else { HostMode::Pooled { threads } };
-    Ok(Choice { strategy, engine: Engine::Host, host, forced: options.engine.is_some() })
+    let hint = hint(plan.bytes(), plan.pair().run_bytes(), last_level_cache());
+    Ok(Choice { strategy, engine: Engine::Host, host, hint, forced: options.engine.is_some() })
 }

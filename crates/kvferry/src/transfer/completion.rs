@@ -86,6 +86,11 @@ impl Completion {
         if self.event.is_set() { self.outcome.get() } else { None }
     }
 
+    #[cfg(test)]
+    pub(crate) fn is_over(&self) -> bool {
+        self.event.is_set()
+    }
+
     fn register(self: &Arc<Self>, add: impl FnOnce(&mut Registered)) {
         let mut registered = lock(&self.registered);
         if let Some(registered) = registered.as_mut() {

@@ -11,12 +11,18 @@ use super::completion::TransferCompleteNotification;
 use super::host::Pool;
 use super::lock;
 use super::options::TransferOptions;
-use super::route::{Prepared, Route, TransferPlan};
+use super::plan::TransferPlan;
+use super::route::{Prepared, Route};
 use crate::error::{Error, Result};
 use crate::physical::PhysicalLayout;
 
 /// Most copy threads a context starts unless told otherwise: more do not add memory bandwidth.
 const MAX_DEFAULT_THREADS: usize = 16;
+
+/// Copy threads of a context that was not told how many.
+pub(super) fn default_threads() -> usize {
+    kvferry_host::cpu::usable_cpus().clamp(1, MAX_DEFAULT_THREADS)
+}
 
 /// Most layout pairs whose plans a context keeps.
 const MAX_PREPARED: usize = 256;
@@ -60,8 +66,7 @@ impl TransferContextBuilder {
     /// # Errors
     /// A thread count outside 1 to 1024; a device, until the CUDA engines are in.
     pub fn build(self) -> Result<TransferContext> {
-        let threads =
-            self.threads.unwrap_or_else(|| kvferry_host::cpu::usable_cpus().clamp(1, MAX_DEFAULT_THREADS));
+        let threads = self.threads.unwrap_or_else(default_threads);
         if !(1..=1024).contains(&threads) {
             return Err(Error::InvalidOption {
                 option: "threads",

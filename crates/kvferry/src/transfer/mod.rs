@@ -6,6 +6,7 @@ mod context;
 mod ending;
 mod host;
 mod options;
+mod plan;
 mod route;
 mod strategy;
 
@@ -13,7 +14,8 @@ pub use choose::{Candidate, Choice, HostMode};
 pub use completion::{Outcome, TransferCompleteNotification, TransferFailure, TransferResult};
 pub use context::{TransferContext, TransferContextBuilder};
 pub use options::TransferOptions;
-pub use route::{Route, TransferPlan};
+pub use plan::{TransferPlan, plan_layouts};
+pub use route::Route;
 pub use strategy::{Engine, TransferStrategy};
 
 use std::sync::{Mutex, MutexGuard, PoisonError};

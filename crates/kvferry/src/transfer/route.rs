@@ -1,17 +1,16 @@
 //! Routes: everything about a transfer that does not depend on block ids.
 
-use std::fmt;
 use std::sync::Arc;
 use std::time::Instant;
 
-use kvferry_host::CopyHint;
-use kvferry_layout::{BlockId, CopyPlan, PairPlan, PlanStats, find_overlap};
+use kvferry_layout::{BlockId, CopyPlan, LayoutError, PairPlan, find_overlap};
 
 use super::choose::{Choice, HostMode, choose, strategy};
 use super::completion::{TransferCompleteNotification, TransferResult};
 use super::context::Shared;
 use super::host::{HostJob, Split};
 use super::options::TransferOptions;
+use super::plan::{PlanSide, TransferPlan};
 use super::strategy::TransferStrategy;
 use crate::error::{Error, Result};
 use crate::physical::PhysicalLayout;
@@ -59,6 +58,9 @@ impl Route {
         if let Some(region) = dst.read_only_region() {
             return Err(Error::ReadOnlyDestination { region });
         }
+        if let Some((first, second)) = dst.aliased_regions() {
+            return Err(LayoutError::RegionsAlias { first, second }.into());
+        }
         Ok(Route {
             context,
             src: src.clone(),
@@ -76,12 +78,19 @@ impl Route {
     /// Ids out of range, given twice, or that do not pair up; source and destination bytes that overlap; an engine
     /// that cannot do it.
     pub fn plan(&self, src: &[BlockId], dst: &[BlockId]) -> Result<TransferPlan> {
+        let (plan, choice) = self.validate(src, dst)?;
+        let side = |layout: &PhysicalLayout| PlanSide::new(layout.layout().clone(), layout.memory_kind());
+        Ok(TransferPlan::new(side(&self.src), side(&self.dst), plan, choice))
+    }
+
+    /// The gate: everything is checked here, before anything moves.
+    fn validate(&self, src: &[BlockId], dst: &[BlockId]) -> Result<(CopyPlan, Choice)> {
         let plan = CopyPlan::new(self.pair.clone(), src, dst)?;
         if self.may_overlap {
             find_overlap(&plan, self.src.spans(), self.dst.spans())?;
         }
         let choice = choose(&plan, self.strategy, &self.options, self.context.pool.threads())?;
-        Ok(TransferPlan { src: self.src.clone(), dst: self.dst.clone(), plan, choice })
+        Ok((plan, choice))
     }
 
     /// Validates, plans and submits. Never waits: copies run on the context's threads (a copy of at most 32 KiB runs
@@ -92,7 +101,7 @@ impl Route {
     pub fn submit(&self, src: &[BlockId], dst: &[BlockId]) -> Result<TransferCompleteNotification> {
         let submitted = Instant::now();
         self.context.fork.check()?;
-        let TransferPlan { plan, choice, .. } = self.plan(src, dst)?;
+        let (plan, choice) = self.validate(src, dst)?;
         tracing::debug!(
             strategy = self.strategy.name(),
             blocks = plan.blocks(),
@@ -114,13 +123,13 @@ impl Route {
                 strategy: self.strategy,
             })));
         }
-        self.submit_host(plan, choice.host, submitted)
+        self.submit_host(plan, &choice, submitted)
     }
 
     fn submit_host(
         &self,
         plan: CopyPlan,
-        mode: HostMode,
+        choice: &Choice,
         submitted: Instant,
     ) -> Result<TransferCompleteNotification> {
         let after = &self.options.after;
@@ -130,10 +139,10 @@ impl Route {
             src: self.src.clone(),
             dst: self.dst.clone(),
             split,
-            hint: CopyHint::Temporal,
+            hint: choice.hint,
         };
-        self.context.pool.admit(mode != HostMode::Inline)?;
-        if mode == HostMode::Inline {
+        self.context.pool.admit(choice.host != HostMode::Inline)?;
+        if choice.host == HostMode::Inline {
             let job = HostJob::new(work, self.context.pool.clone(), 0, submitted);
             job.help(None);
             return Ok(TransferCompleteNotification::new(job.completion().clone(), None));
@@ -146,79 +155,5 @@ impl Route {
         }
         job.release(None);
         Ok(TransferCompleteNotification::new(job.completion().clone(), Some(job)))
-    }
-}
-
-/// A validated plan with its engine: what `explain()` speaks of.
-#[derive(Clone, Debug)]
-pub struct TransferPlan {
-    src: Arc<PhysicalLayout>,
-    dst: Arc<PhysicalLayout>,
-    plan: CopyPlan,
-    choice: Choice,
-}
-
-impl TransferPlan {
-    /// The copy plan.
-    pub const fn plan(&self) -> &CopyPlan {
-        &self.plan
-    }
-
-    /// The engine and why.
-    pub const fn choice(&self) -> &Choice {
-        &self.choice
-    }
-
-    /// Counts.
-    pub fn stats(&self) -> PlanStats {
-        self.plan.stats()
-    }
-
-    /// What will be copied, in how many runs, by which engine and why, for people.
-    pub fn explain(&self) -> String {
-        self.to_string()
-    }
-}
-
-impl fmt::Display for TransferPlan {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let stats = self.stats();
-        let pair = self.plan.pair();
-        let side = |layout: &PhysicalLayout| {
-            let kind = layout.layout().kind();
-            let order = kind.order().map(|order| format!(" {order}")).unwrap_or_default();
-            format!("{}{order} ({})", kind.name(), layout.memory_kind())
-        };
-        writeln!(f, "{} -> {}", side(&self.src), side(&self.dst))?;
-        writeln!(
-            f,
-            "blocks: {} of {} bytes, {} bytes in all",
-            stats.blocks,
-            pair.block_bytes(),
-            stats.bytes
-        )?;
-        let order = |view: &kvferry_layout::View| {
-            view.stride_order().into_iter().map(|axis| axis.name()).collect::<Vec<_>>().join(" ")
-        };
-        if pair.transforms() {
-            writeln!(f, "order: {} -> {}, changed in flight", order(pair.src()), order(pair.dst()))?;
-        } else {
-            writeln!(f, "order: the same on both sides")?;
-        }
-        let lengths = if stats.shortest_run == stats.longest_run {
-            format!("{} bytes each", stats.longest_run)
-        } else {
-            format!("{} to {} bytes", stats.shortest_run, stats.longest_run)
-        };
-        writeln!(f, "runs: {} copies merged into {}, {lengths}", stats.elementary_runs, stats.runs)?;
-        for l in pair.loops() {
-            let across = if l.within_regions() { "" } else { ", across regions" };
-            writeln!(
-                f,
-                "  loop of {}: source steps {} bytes, destination {} bytes{across}",
-                l.count, l.src_stride, l.dst_stride
-            )?;
-        }
-        write!(f, "{}", self.choice)
     }
 }

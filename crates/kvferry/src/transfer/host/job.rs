@@ -151,3 +151,65 @@ impl HostJob {
         self.completion.finish(outcome, || self.pool.left());
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use kvferry_host::{CopyHint, ForkGuard};
+    use kvferry_layout::{BlockId, CopyPlan, Dtype, KvOrder, Layout, LayoutConfig, PairPlan, PairRequest};
+
+    use super::super::split::Split;
+    use super::*;
+    use crate::{MemoryKind, PhysicalLayout};
+
+    fn job(holds: usize) -> (Arc<HostJob>, Arc<PhysicalLayout>) {
+        let cfg = LayoutConfig::builder().num_blocks(2).num_layers(1).page_size(1).inner_dim(8);
+        let layout =
+            Layout::fully_contiguous(cfg.dtype(Dtype::UInt8).build().unwrap(), KvOrder::Nhd).unwrap();
+        let pair = Arc::new(PairPlan::new(&layout, &layout, &PairRequest::default()).unwrap());
+        let ids = [BlockId(0), BlockId(1)];
+        let plan = CopyPlan::new(pair, &ids, &ids).unwrap();
+        let make = || PhysicalLayout::allocate(layout.clone(), MemoryKind::System).unwrap();
+        let (src, dst) = (make(), make());
+        src.fill(1).unwrap();
+        let split = Split::new(&plan, 8);
+        let work = Work { plan, src, dst: dst.clone(), split, hint: CopyHint::Temporal };
+        let pool = Pool::new(1, ForkGuard::new());
+        pool.admit(false).unwrap();
+        (HostJob::new(work, pool, holds, Instant::now()), dst)
+    }
+
+    fn moved(dst: &PhysicalLayout) -> bool {
+        let mut bytes = [0; 8];
+        dst.host_region(0).unwrap().read(0, &mut bytes).unwrap();
+        bytes != [0; 8]
+    }
+
+    fn failed() -> Outcome {
+        Err(TransferFailure { engine: Engine::Host, reason: "test".to_owned(), failed_blocks: vec![] })
+    }
+
+    #[test]
+    fn a_job_is_not_helped_while_held_nor_once_doomed() {
+        let (held, dst) = job(2);
+        held.release(Some(&failed()));
+        assert!(!held.help(None) && !moved(&dst) && !held.completion.is_over());
+        // Between the last release of a hold and the end that it brings, a waiter may look.
+        held.holds.store(0, Ordering::Release);
+        assert!(!held.help(None) && !moved(&dst) && !held.completion.is_over());
+        held.holds.store(1, Ordering::Release);
+        held.release(None);
+        assert!(held.completion.is_over() && !moved(&dst));
+        assert_eq!(held.pool.in_flight(), 0);
+    }
+
+    #[test]
+    fn a_job_that_fails_while_helped_ends_only_with_its_last_task() {
+        // A waiter helps between the last hold and the queue, and a task of it fails: the releasing thread must not take
+        // that for a failed dependency.
+        let (job, _) = job(1);
+        job.fail("test".to_owned(), vec![0]);
+        job.release(None);
+        assert!(!job.completion.is_over());
+        assert!(job.help(None) && job.completion.is_over());
+    }
+}

@@ -4,6 +4,7 @@
 mod failure_tests;
 #[cfg(test)]
 mod fault;
+mod hint;
 mod job;
 mod pool;
 mod split;
@@ -11,6 +12,7 @@ mod task;
 #[cfg(test)]
 mod task_tests;
 
+pub(crate) use hint::{hint, last_level_cache};
 pub(crate) use job::HostJob;
 pub(crate) use pool::Pool;
 pub(crate) use split::{Split, TASK_BYTES};

@@ -1,0 +1,7 @@
+"""`python -m kvferry`."""
+
+import sys
+
+from kvferry.cli import main
+
+sys.exit(main())

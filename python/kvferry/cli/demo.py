@@ -1,0 +1,104 @@
+"""`kvferry demo`: the main job on whatever is here, every byte verified."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.util
+import json
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+import kvferry as kf
+from kvferry.cli import _machine, _render
+from kvferry.cli._geometries import GEOMETRIES
+
+if TYPE_CHECKING:
+    from kvferry.cli._report import Leg, Outcome
+
+SUMMARY = "offload, bring back and verify KV-cache blocks of five models on this machine"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Adds the demo's options."""
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the screen")
+    parser.add_argument(
+        "--blocks", type=_positive, metavar="N", help="blocks to move in each geometry (default: 24 to 50 MB)"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="key of the data and of the slots (default: 0)"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Runs the demo: 0 every byte same, 1 a difference, 2 could not be run."""
+    start = time.monotonic()
+    screen = None if arguments.json else _render.Screen(sys.stdout)
+    if screen:
+        screen.opening()
+    if importlib.util.find_spec("numpy") is None:
+        print(
+            "kvferry demo needs NumPy to recompute and compare every byte: pip install numpy", file=sys.stderr
+        )
+        return 2
+    from kvferry.cli import _job  # noqa: PLC0415 - needs NumPy
+
+    machine = _machine.look()
+    outcomes: list[Outcome] = []
+    try:
+        with kf.TransferContext() as ctx:
+            if screen:
+                screen.machine(machine, ctx.threads)
+                screen.table_head(_job.MOVES)
+            for number, geometry in enumerate(GEOMETRIES):
+                blocks = arguments.blocks or geometry.blocks
+                outcome = _job.run(ctx, geometry, blocks=blocks, seed=arguments.seed, mistake=number == 0)
+                outcomes.append(outcome)
+                if screen:
+                    screen.row(outcome)
+    except (MemoryError, kf.HostMemoryError) as error:
+        print(f"kvferry demo ran out of memory ({error}); try --blocks 4", file=sys.stderr)
+        return 2
+    verified = all(outcome.good for outcome in outcomes)
+    seconds = time.monotonic() - start
+    if screen:
+        screen.closing(outcomes, _job.THE_CODE, verified=verified, seconds=seconds)
+    else:
+        print(json.dumps(_as_json(machine, outcomes, arguments.seed, verified, seconds), indent=2))
+    return 0 if verified else 1
+
+
+def _as_json(
+    machine: _machine.Machine, outcomes: list[Outcome], seed: int, verified: bool, seconds: float
+) -> dict[str, Any]:
+    first = outcomes[0]
+    geometries = []
+    for outcome in outcomes:
+        facts = dataclasses.asdict(outcome)
+        del facts["explain"], facts["refusal"]
+        facts["offload"] = _leg(outcome.offload)
+        facts["bring_back"] = _leg(outcome.bring_back)
+        facts["every_byte_same"] = outcome.findings.wrong_elements == 0
+        facts["guards_intact"] = outcome.findings.wrong_guard_elements == 0
+        geometries.append(facts)
+    return {
+        "verified": verified,
+        "seed": seed,
+        "seconds": seconds,
+        "machine": dataclasses.asdict(machine),
+        "geometries": geometries,
+        "explain": first.explain,
+        "refused": dataclasses.asdict(first.refusal) if first.refusal else None,
+    }
+
+
+def _leg(leg: Leg) -> dict[str, Any]:
+    return {**dataclasses.asdict(leg), "gb_per_s_median": leg.gb_per_s}
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not at least 1")
+    return value

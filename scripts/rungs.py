@@ -1,0 +1,234 @@
+"""Climbs the test ladder: runs each rung, streams its output, and prints one line per rung at the end.
+
+Usage: rungs.py test|check|soak|tools. Needs only a Python 3.11 with venv and pip; sets up everything else
+under the repository (.venv, .nvcc, target, dist).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+ROOT = Path(__file__).resolve().parent.parent
+VENV = ROOT / ".venv"
+NVCC = ROOT / ".nvcc"
+DIST = ROOT / "dist"
+NVCC_WHEELS = ("nvcc", "crt", "runtime", "cccl")
+TOOLS = ("maturin>=1.14,<2", "ruff>=0.12", "mypy>=1.15")
+TESTS = ("hypothesis>=6.100", "numpy>=2.0", "pytest>=8.3", "pytest-timeout>=2.3")
+
+# Closing lines of the runners: cargo test, nextest, pytest.
+COUNTS = tuple(
+    re.compile(pattern)
+    for pattern in (
+        r"test result: \w+\. (?P<passed>\d+) passed; (?P<failed>\d+) failed; (?P<skipped>\d+) ignored",
+        r"tests? run: (?P<passed>\d+) passed(?: \([^)]*\))?(?:, (?P<failed>\d+) failed)?"
+        r"(?:, (?P<skipped>\d+) skipped)?",
+        r"^(?:=+ )?(?:(?P<failed>\d+) failed, )?(?P<passed>\d+) passed(?:, (?P<skipped>\d+) skipped)?.* in ",
+    )
+)
+
+
+@dataclass
+class Rung:
+    """One step: commands run in order; the first that fails fails the rung."""
+
+    name: str
+    commands: list[list[str]]
+    env: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass
+class Outcome:
+    """How a rung went."""
+
+    name: str
+    state: str
+    seconds: float
+    detail: str
+
+
+def venv_bin(venv: Path, name: str) -> str:
+    """Path of a program in a virtual environment."""
+    return str(venv / "bin" / name)
+
+
+def make_venv(venv: Path, *packages: str) -> list[list[str]]:
+    """Commands that create `venv` and install `packages` into it."""
+    python = venv_bin(venv, "python")
+    create = [] if Path(python).exists() else [[sys.executable, "-m", "venv", str(venv)]]
+    return [*create, [python, "-m", "pip", "install", "-q", "--disable-pip-version-check", *packages]]
+
+
+def cargo_test(*arguments: str) -> list[str]:
+    """The test runner: nextest where it is installed, cargo test where it is not."""
+    if shutil.which("cargo-nextest"):
+        return ["cargo", "nextest", "run", "--no-fail-fast", "--status-level", "fail", *arguments]
+    return ["cargo", "test", "--lib", "--tests", "--examples", *arguments]
+
+
+def kernel_rungs() -> Iterator[Rung]:
+    """Rungs that need the CUDA compiler from PyPI."""
+    python = venv_bin(NVCC, "python")
+    wheels = [f"nvidia-cuda-{name}==13.0.*" for name in NVCC_WHEELS] + ["nvidia-nvvm==13.0.*"]
+    yield Rung("CUDA compiler", make_venv(NVCC, *wheels))
+    yield Rung("kernels, all archs", [[python, "scripts/check_kernels.py"]])
+    yield Rung("build modes", [[python, "scripts/test_build_modes.py"]])
+
+
+def rust_rungs() -> Iterator[Rung]:
+    """Rungs that need Rust and g++ only (and a Python for PyO3's configuration)."""
+    off = {"KVFERRY_CUDA": "off", "PYO3_PYTHON": venv_bin(VENV, "python")}
+    yield Rung("format", [["cargo", "fmt", "--all", "--check"]])
+    yield Rung(
+        "clippy",
+        [["cargo", "clippy", "--workspace", "--all-targets", "--locked", "--", "-D", "warnings"]],
+        off,
+    )
+    yield Rung("Rust tests", [cargo_test()], off)
+    yield Rung("doctests", [["cargo", "test", "--doc", "-q"]], off)
+    yield Rung("rustdoc", [["cargo", "doc", "--no-deps", "-q"]], off | {"RUSTDOCFLAGS": "-D warnings"})
+    yield Rung("sanitized kernel bodies", [["scripts/sanitize.sh"]])
+
+
+def python_rungs() -> Iterator[Rung]:
+    """Rungs on the installed wheel."""
+    run = lambda name, *arguments: [venv_bin(VENV, name), *arguments]  # noqa: E731
+    yield Rung("ruff", [run("ruff", "check", "."), run("ruff", "format", "--check", ".")])
+    # From another folder, so that the installed package is checked and not the source tree.
+    yield Rung("mypy", [run("mypy")])
+    yield Rung("stubtest", [run("python", "-m", "mypy.stubtest", "kvferry", "--ignore-missing-stub")])
+    yield Rung("pytest", [run("python", "-m", "pytest", "-q", "-m", "not gpu and not multigpu")])
+
+
+def wheel_rung(*, kernels: bool) -> Rung:
+    """Builds the wheel from the sdist, as pip would for a user, and installs it."""
+    python = venv_bin(VENV, "python")
+    env = {
+        "KVFERRY_CUDA": "require" if kernels else "off",
+        "CARGO_TARGET_DIR": str(ROOT / "target" / "wheel"),
+    }
+    pip = [python, "-m", "pip", "--disable-pip-version-check"]
+    check = [
+        "-c",
+        f"import kvferry; info = kvferry.build_info(); print(info); assert bool(info['archs']) is {kernels}",
+    ]
+    return Rung(
+        "wheel from sdist" if kernels else "wheel",
+        [
+            [sys.executable, "-c", f"import shutil; shutil.rmtree({str(DIST)!r}, ignore_errors=True)"],
+            [venv_bin(VENV, "maturin"), "sdist", "-o", str(DIST)],
+            [*pip, "wheel", "-q", "--no-deps", "-w", str(DIST), "@sdist"],
+            [*pip, "install", "-q", "--force-reinstall", "--no-deps", "@wheel"],
+            [python, *check],
+        ],
+        env,
+    )
+
+
+def soak_rungs() -> Iterator[Rung]:
+    """The long runs."""
+    off = {"KVFERRY_CUDA": "off"}
+    yield Rung(
+        "property tests, 20,000 cases",
+        [cargo_test("--release", "-p", "kvferry-layout")],
+        off | {"PROPTEST_CASES": "20000"},
+    )
+    yield Rung(
+        "a million jobs",
+        [["cargo", "test", "--release", "-p", "kvferry", "--", "--ignored", "--nocapture"]],
+        off,
+    )
+
+
+def resolve(command: list[str]) -> list[str]:
+    """Replaces @sdist and @wheel by what was built."""
+    found = {"@sdist": "*.tar.gz", "@wheel": "*.whl"}
+    return [str(next(DIST.glob(found[word]))) if word in found else word for word in command]
+
+
+def climb(rung: Rung) -> Outcome:
+    """Runs one rung and reads the counts from its output."""
+    start = time.monotonic()
+    counts = {"passed": 0, "failed": 0, "skipped": 0}
+    for command in rung.commands:
+        words = resolve(command)
+        print(f"\n--- {rung.name}: {' '.join(words)[:150]}", flush=True)
+        process = subprocess.Popen(
+            words,
+            cwd=ROOT,
+            env=os.environ | rung.env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+        )
+        assert process.stdout is not None
+        for line in process.stdout:
+            print(line, end="", flush=True)
+            for pattern in COUNTS:
+                if match := pattern.search(re.sub(r"\x1b\[[0-9;]*m", "", line)):
+                    for key, value in match.groupdict().items():
+                        counts[key] += int(value or 0)
+                    break
+        if process.wait() != 0:
+            return Outcome(
+                rung.name,
+                "FAILED",
+                time.monotonic() - start,
+                f"exit {process.returncode}: {' '.join(words)[:80]}",
+            )
+    detail = ", ".join(f"{value} {key}" for key, value in counts.items() if value)
+    return Outcome(rung.name, "ok", time.monotonic() - start, detail)
+
+
+def gpu_rungs() -> list[Outcome]:
+    """The rungs of other machines, counted as not run."""
+    why = "not run here: GPU tests run from the same wheel with scripts/gpu_report.py, see reports/gpu"
+    return [Outcome(name, "not run", 0.0, why) for name in ("pytest -m gpu", "pytest -m multigpu")]
+
+
+def plan(name: str) -> list[Rung]:
+    """The rungs of a target, in order."""
+    tools = Rung("tools", make_venv(VENV, *TOOLS, *TESTS))
+    match name:
+        case "tools":
+            return [tools]
+        case "check":
+            return [tools, *rust_rungs(), wheel_rung(kernels=False), *python_rungs()]
+        case "soak":
+            return [tools, *soak_rungs()]
+        case _:
+            return [tools, *rust_rungs(), *kernel_rungs(), wheel_rung(kernels=True), *python_rungs()]
+
+
+def main() -> int:
+    """Climbs every rung, whatever fails, and sums up."""
+    name = sys.argv[1] if len(sys.argv) > 1 else "test"
+    start = time.monotonic()
+    outcomes = [climb(rung) for rung in plan(name)]
+    if name == "test":
+        outcomes += gpu_rungs()
+    print(f"\n{'rung':<28} {'result':<8} {'time':>6}  detail")
+    for outcome in outcomes:
+        print(f"{outcome.name:<28} {outcome.state:<8} {outcome.seconds:5.0f}s  {outcome.detail}")
+    passed, failed, skipped = (
+        sum(o.state == state for o in outcomes) for state in ("ok", "FAILED", "not run")
+    )
+    print(f"in {time.monotonic() - start:.0f} s; rungs:")
+    print(f"{passed} passed, {failed} failed, {skipped} skipped")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
