@@ -50,8 +50,8 @@ _notifiers: WeakKeyDictionary[asyncio.AbstractEventLoop, ReferenceType[_LoopNoti
 def wait_for(job: Transfer) -> Generator[Any, None, TransferResult]:
     """What `await job` runs: a generator, so that no Python code runs inside the native call.
 
-    The interpreter's exit ends daemon threads; before Python 3.14, one that is in Python code which native code
-    called takes the process down.
+    The interpreter's exit ends daemon threads; before Python 3.14, one that is in Python code which native
+    code called takes the process down.
     """
     return (yield from _future_of(job).__await__())
 

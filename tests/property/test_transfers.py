@@ -14,6 +14,8 @@ from support import Cache
 
 import kvferry as kf
 
+# The slow profile takes minutes a test.
+pytestmark = pytest.mark.timeout(3600)
 CONTEXT = kf.TransferContext(threads=2)
 
 

@@ -331,7 +331,7 @@ def test_wrong_usage_is_refused(capsys: pytest.CaptureFixture[str], options: lis
 
 def test_it_runs_as_a_module() -> None:
     run = subprocess.run(
-        [sys.executable, "-m", "kvferry.cli", "--help"],
+        [sys.executable, "-m", "kvferry", "--help"],
         capture_output=True,
         text=True,
         timeout=60,

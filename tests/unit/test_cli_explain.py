@@ -1,4 +1,4 @@
-"""`kvferry explain`: layouts by kind, flags or JSON; the plan's words and counts; errors without a traceback."""
+"""`kvferry explain`: layouts by kind or JSON; the plan's words and counts; errors without traceback."""
 
 from __future__ import annotations
 

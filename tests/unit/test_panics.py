@@ -190,7 +190,7 @@ FINE = (
 )
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_nothing_panics(seed: int) -> None:
     rng = random.Random(seed)
     values, functions = pool(), targets()

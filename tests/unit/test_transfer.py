@@ -824,7 +824,7 @@ class TestAwait:
         source, target, _ = pair()
         job = ctx.transfer(source.layout, target.layout, [0], [0])
         with pytest.raises(RuntimeError, match="no running event loop"):
-            job.__await__()
+            next(job.__await__())
 
 
 async def _result(job: kf.Transfer) -> kf.TransferResult:

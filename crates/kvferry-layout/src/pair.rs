@@ -250,6 +250,12 @@ impl PairPlan {
         self.src_step.follows(src.into(), self.run_bytes) && self.dst_step.follows(dst.into(), self.run_bytes)
     }
 
+    /// Whether blocks join here exactly where they join in `other`.
+    pub(crate) fn joins_like(&self, other: &PairPlan) -> bool {
+        self.run_bytes == other.run_bytes
+            && (self.src_step, self.dst_step) == (other.src_step, other.dst_step)
+    }
+
     /// Run length and remaining loops for `count` blocks joined end to end: a longer run may swallow a loop.
     pub fn joined(&self, count: u32) -> (u64, Vec<Loop>) {
         let mut loops = self.loops.clone();

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use crate::error::{PlanError, Side};
 use crate::ids::{BlockId, check_ids, expand};
 use crate::pair::{Loop, PairPlan};
-use crate::view::Place;
+use crate::view::{Place, View};
 
 /// Blocks that are copied together: `count` blocks from `src` and `dst` up, joined end to end in every run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -71,7 +71,8 @@ pub struct PlanStats {
 #[derive(Clone, Debug)]
 pub struct CopyPlan {
     pair: Arc<PairPlan>,
-    segments: Vec<Segment>,
+    // Shared by the plans of one transfer's layers.
+    segments: Arc<Vec<Segment>>,
     blocks: u32,
 }
 
@@ -106,8 +107,31 @@ impl CopyPlan {
             (fine_src, fine_dst) = (expand(src, src_parts), expand(dst, dst_parts));
             (&fine_src[..], &fine_dst[..])
         };
-        let segments = join(&pair, src, dst);
+        let segments = Arc::new(join(&pair, src, dst));
         Ok(CopyPlan { pair, segments, blocks: pairs as u32 })
+    }
+
+    /// The same blocks along another pair of the same two layouts, such as one layer after another. Where that joins
+    /// blocks as this one does, it costs no more for many blocks than for few. `None` if the pair counts blocks
+    /// otherwise.
+    pub fn along(&self, pair: Arc<PairPlan>) -> Option<CopyPlan> {
+        let counted = |pair: &PairPlan| {
+            let blocks = |view: &View| view.extent(crate::Axis::Block);
+            (pair.parts(), blocks(pair.src()), blocks(pair.dst()))
+        };
+        if counted(&pair) != counted(&self.pair) {
+            return None;
+        }
+        let segments = if pair.joins_like(&self.pair) {
+            self.segments.clone()
+        } else {
+            let each = |first: fn(&Segment) -> u32| {
+                let ids = move |s: &Segment| (first(s)..first(s) + s.count).map(BlockId);
+                self.segments.iter().flat_map(ids).collect::<Vec<_>>()
+            };
+            Arc::new(join(&pair, &each(|s| s.src), &each(|s| s.dst)))
+        };
+        Some(CopyPlan { pair, segments, blocks: self.blocks })
     }
 
     /// The id-free part.
@@ -162,7 +186,7 @@ impl CopyPlan {
             shortest_run: if self.blocks == 0 { 0 } else { u64::MAX },
             longest_run: 0,
         };
-        for segment in &self.segments {
+        for segment in self.segments.iter() {
             let (run, loops) = self.shape(segment);
             stats.runs += loops.iter().map(|l| l.count).product::<u64>();
             stats.shortest_run = stats.shortest_run.min(run);

@@ -63,6 +63,7 @@ impl Options<'_, '_> {
             },
             strategy: self.strategy.map(|s| s.parse::<TransferStrategy>()).transpose().or_raise(py)?,
             after: self.after.map(jobs).transpose()?.unwrap_or_default(),
+            ..TransferOptions::default()
         })
     }
 }

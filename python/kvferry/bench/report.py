@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from kvferry.bench.measure import CellResult, Timing
     from kvferry.bench.transfer import Results
 
-_COLUMNS = "{:<12} {:>8} {:>8} {:>8}  {:>7} {:>7} {:>11} {:>7}  {:>6} {:>6}  {:>6}  {}"
+_COLUMNS = "{:<12} {:>7} {:>7} {:>7} {:>6} {:>7} {:>11} {:>7} {:>6} {:>6} {:>7}  {}"
+_LATENCIES = "{:<38} {:>12} {:>9} {:>12} {:>9} {:>9}"
 _PERCENTS = (5, 50, 95)
 
 
@@ -22,8 +23,8 @@ def table(results: Results) -> str:
     """The cells, then the latencies."""
     lines = [
         *LEGEND,
-        f"memcpy: the fastest plain copy of as many bytes with up to {results.threads} threads; numpy: fancy "
-        "indexing.",
+        f"memcpy: the fastest plain copy of as many bytes with up to {results.threads} threads.",
+        "numpy: fancy indexing, layer by layer where the layouts differ.",
         "GB/s: payload, counted once, over the median time from the call to the last byte, and p5 to p95.",
         "",
         _COLUMNS.format("", "", "", "", "memcpy", "kvferry", "", "/memcpy", "numpy", "/numpy", "submit", ""),
@@ -51,12 +52,11 @@ def table(results: Results) -> str:
                 "same" if result.good else "WRONG",
             )
         )
-    lines += ["", f"{'latency':<44} {'submit us, p50':>14} {'p99':>8} {'wait us, p50':>13} {'p99':>8}"]
+    lines += ["", _LATENCIES.format("latency, us", "submit, p50", "p99", "wait, p50", "p99", "ns an id")]
     for row in results.latencies:
-        wait = row.wait_us
-        waited = "" if wait is None else f" {wait[0]:>13.1f} {wait[1]:>8.1f}"
-        per_id = f"   {row.ns_per_id:.1f} ns an id" if row.ids > 1 else ""
-        lines.append(f"{row.what:<44} {row.submit_us[0]:>14.1f} {row.submit_us[1]:>8.1f}{waited}{per_id}")
+        numbers = [f"{value:.1f}" for value in (*row.submit_us, *(row.wait_us or ()))]
+        numbers += [""] * (4 - len(numbers))
+        lines.append(_LATENCIES.format(row.what, *numbers, f"{row.ns_per_id:.1f}" if row.ids > 1 else ""))
     return "\n".join(line.rstrip() for line in lines)
 
 
@@ -135,7 +135,7 @@ def plot(results: Results, path: Path) -> None:
         label = "plain memcpy" if which == "ceiling" else which
         axis.barh(places, middle, thickness, xerr=(low, high), label=label, error_kw={"linewidth": 0.8})
     axis.set_yticks(range(len(shown)), [result.cell.name for result in shown])
-    axis.invert_yaxis()
+    axis.set_ylim(len(shown) - 0.4, -0.6)
     axis.set_xlabel(f"GB/s, median (p5 to p95); {results.threads} threads")
     axis.set_title("kvferry bench transfer, host to host")
     axis.legend()

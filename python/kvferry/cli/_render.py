@@ -105,7 +105,8 @@ class Screen:
         first = outcomes[0]
         self._differences(outcomes)
         self._heading(f"Why {first.name} went out the way it did: plan.explain()")
-        self._indented(first.explain.splitlines())
+        for line in first.explain.splitlines():
+            self._wrapped(line.strip(), indent=2 + len(line) - len(line.lstrip()))
         if first.refusal:
             refusal = first.refusal
             self._heading("A mistake, refused before a byte moved")
@@ -146,8 +147,9 @@ class Screen:
         for line in lines:
             self._line("  " + line)
 
-    def _wrapped(self, text: str) -> None:
-        for line in textwrap.wrap(text, WIDTH, initial_indent="  ", subsequent_indent="      "):
+    def _wrapped(self, text: str, indent: int = 2) -> None:
+        first, rest = " " * indent, " " * (indent + 4)
+        for line in textwrap.wrap(text, WIDTH, initial_indent=first, subsequent_indent=rest):
             self._line(line)
 
     def _line(self, text: str = "") -> None:

@@ -83,10 +83,8 @@ def _transfer(arguments: argparse.Namespace) -> int:
         available_bytes=machine["memory_available_bytes"],
         cache_bytes=machine["last_cache_bytes"],
     )
-    print(
-        f"kvferry {machine['kvferry']} bench transfer: {machine['cpu']}, "
-        f"{machine['usable_cpus']} usable CPUs, load {machine['load']}"
-    )
+    print(f"kvferry {machine['kvferry']} bench transfer")
+    print(f"{machine['cpu']}, {machine['usable_cpus']} usable CPUs, load {machine['load']}", flush=True)
     if machine["profile"] != "release":
         print(f"note: a {machine['profile']} build: its speeds say little")
     for note in transfer.affordable(options)[1]:

@@ -131,6 +131,7 @@ pub(crate) fn choose(
     plan: &CopyPlan,
     strategy: TransferStrategy,
     options: &TransferOptions,
+    waits: bool,
     threads: usize,
 ) -> Result<Choice> {
     let refuse = |what: String, why: &str| Err(Error::Unsupported { what, why: why.to_owned() });
@@ -148,7 +149,7 @@ pub(crate) fn choose(
         Some(engine) => return refuse(format!("engine {engine}"), "it is not in this build"),
     }
     let runs = u64::from(plan.blocks()) * plan.pair().runs_per_block();
-    let small = plan.bytes() <= INLINE_BYTES && runs <= INLINE_RUNS && options.after.is_empty();
+    let small = plan.bytes() <= INLINE_BYTES && runs <= INLINE_RUNS && !waits && !options.per_layer;
     let host = if small { HostMode::Inline } else { HostMode::Pooled { threads } };
     let hint = hint(plan.bytes(), plan.pair().run_bytes(), last_level_cache());
     Ok(Choice { strategy, engine: Engine::Host, host, hint, forced: options.engine.is_some() })

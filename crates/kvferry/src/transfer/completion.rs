@@ -12,6 +12,7 @@ use kvferry_host::Event;
 
 use super::ending::{self, Registered};
 use super::host::HostJob;
+use super::layers::Layers;
 use super::lock;
 use super::strategy::{Engine, TransferStrategy};
 use crate::error::{Error, Result};
@@ -114,25 +115,29 @@ impl Drop for Completion {
     }
 }
 
+/// What a waiter can help with.
+#[derive(Clone)]
+pub(super) enum Pending {
+    Job(Arc<HostJob>),
+    Layers(Arc<Layers>),
+}
+
 /// Handle of a submitted transfer. Cheap to clone; dropping it does not stop the transfer, and a failure that nobody
 /// looked at is logged.
 pub struct TransferCompleteNotification {
     completion: Arc<Completion>,
-    job: Option<Arc<HostJob>>,
+    work: Pending,
     // Where this handle's waker is kept while it is awaited, so that polling again replaces it.
     waker: Option<usize>,
 }
 
 impl TransferCompleteNotification {
-    pub(crate) fn new(completion: Arc<Completion>, job: Option<Arc<HostJob>>) -> Self {
-        TransferCompleteNotification { completion, job, waker: None }
+    pub(super) fn new(completion: Arc<Completion>, work: Pending) -> Self {
+        TransferCompleteNotification { completion, work, waker: None }
     }
 
-    /// A transfer that is complete already.
-    pub(crate) fn ready(outcome: Outcome) -> Self {
-        let completion = Completion::new();
-        completion.finish(outcome, || {});
-        TransferCompleteNotification::new(completion, None)
+    pub(super) fn of_job(job: Arc<HostJob>) -> Self {
+        TransferCompleteNotification::new(job.completion().clone(), Pending::Job(job))
     }
 
     /// Whether the transfer has ended, well or badly.
@@ -147,11 +152,8 @@ impl TransferCompleteNotification {
     /// in a forked child, which has no thread that could end the job.
     pub fn wait(&self, timeout: Option<Duration>) -> Result<TransferResult> {
         let start = Instant::now();
-        if let Some(job) = self.job.as_ref().filter(|_| !self.done()) {
-            job.check_fork()?;
-            // A limit beyond the clock's range is no limit.
-            job.help(timeout.and_then(|limit| start.checked_add(limit)));
-        }
+        // A limit beyond the clock's range is no limit.
+        self.help(timeout.and_then(|limit| start.checked_add(limit)))?;
         let left = timeout.map(|limit| limit.saturating_sub(start.elapsed()));
         if !self.completion.event.wait(left) {
             return Err(Error::Timeout { seconds: timeout.unwrap_or_default().as_secs_f64() });
@@ -159,11 +161,41 @@ impl TransferCompleteNotification {
         self.outcome().ok_or(Error::Timeout { seconds: 0.0 })?.map_err(Error::Transfer)
     }
 
+    fn help(&self, deadline: Option<Instant>) -> Result<()> {
+        match &self.work {
+            _ if self.done() => {}
+            Pending::Job(job) => {
+                job.check_fork()?;
+                job.help(deadline);
+            }
+            Pending::Layers(layers) => {
+                for part in layers.parts() {
+                    part.help(deadline)?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// The handle of one layer, by its number in the layouts; `None` unless the transfer was submitted with `per_layer`
+    /// and moves that layer.
+    pub fn layer(&self, layer: u64) -> Option<&TransferCompleteNotification> {
+        match &self.work {
+            Pending::Layers(layers) => layers.get(layer),
+            Pending::Job(_) => None,
+        }
+    }
+
+    /// Takes note of a failure that is told of elsewhere.
+    pub(super) fn observed(&self) {
+        self.completion.observed.store(true, Ordering::Relaxed);
+    }
+
     /// How the transfer ended, or `None` while it runs. Never waits.
     pub fn outcome(&self) -> Option<Outcome> {
         let outcome = self.completion.ended_with().cloned();
         if outcome.is_some() {
-            self.completion.observed.store(true, Ordering::Relaxed);
+            self.observed();
         }
         outcome
     }
@@ -196,7 +228,7 @@ impl TransferCompleteNotification {
 
 impl Clone for TransferCompleteNotification {
     fn clone(&self) -> Self {
-        TransferCompleteNotification::new(self.completion.clone(), self.job.clone())
+        TransferCompleteNotification::new(self.completion.clone(), self.work.clone())
     }
 }
 

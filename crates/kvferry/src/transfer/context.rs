@@ -7,12 +7,13 @@ use std::time::Duration;
 use kvferry_host::ForkGuard;
 use kvferry_layout::{BlockId, PairRequest};
 
-use super::completion::TransferCompleteNotification;
+use super::completion::{Outcome, TransferCompleteNotification};
 use super::host::Pool;
 use super::lock;
 use super::options::TransferOptions;
 use super::plan::TransferPlan;
 use super::route::{Prepared, Route};
+use super::strategy::TransferStrategy;
 use crate::error::{Error, Result};
 use crate::physical::PhysicalLayout;
 
@@ -31,9 +32,14 @@ const MAX_PREPARED: usize = 256;
 pub(super) struct Shared {
     pub(super) pool: Arc<Pool>,
     pub(super) fork: ForkGuard,
+    /// The last job of each direction, in an ordered context.
+    pub(super) order: Option<Mutex<HashMap<TransferStrategy, TransferCompleteNotification>>>,
+    /// Tagged jobs that have ended and not been asked for.
+    pub(super) completed: Mutex<Vec<(u64, TransferCompleteNotification)>>,
 }
 
-/// Plans and runs transfers. Jobs of one context are unordered unless one is named in another's `after`.
+/// Plans and runs transfers. Jobs of one context are unordered unless one is named in another's `after`, or the context
+/// is [`ordered`](TransferContextBuilder::ordered).
 pub struct TransferContext {
     shared: Arc<Shared>,
     prepared: Mutex<HashMap<(u64, u64, PairRequest), Prepared>>,
@@ -44,9 +50,18 @@ pub struct TransferContext {
 pub struct TransferContextBuilder {
     device: Option<u32>,
     threads: Option<usize>,
+    ordered: bool,
 }
 
 impl TransferContextBuilder {
+    /// Makes each direction first-in first-out: a job starts when the one submitted before it in the same direction
+    /// has ended, well or badly.
+    #[must_use]
+    pub const fn ordered(mut self, ordered: bool) -> Self {
+        self.ordered = ordered;
+        self
+    }
+
     /// The GPU to use; without one the context moves host memory only.
     #[must_use]
     pub const fn device(mut self, ordinal: u32) -> Self {
@@ -81,7 +96,12 @@ impl TransferContextBuilder {
             });
         }
         let fork = ForkGuard::new();
-        let shared = Arc::new(Shared { pool: Pool::new(threads, fork), fork });
+        let shared = Arc::new(Shared {
+            pool: Pool::new(threads, fork),
+            fork,
+            order: self.ordered.then(Mutex::default),
+            completed: Mutex::default(),
+        });
         Ok(TransferContext { shared, prepared: Mutex::new(HashMap::new()) })
     }
 }
@@ -105,7 +125,7 @@ impl TransferContext {
         self.shared.pool.threads()
     }
 
-    /// Jobs submitted and not yet complete.
+    /// Jobs submitted and not yet complete; a transfer by layer counts as one job per layer.
     pub fn in_flight(&self) -> usize {
         self.shared.pool.in_flight()
     }
@@ -176,6 +196,13 @@ impl TransferContext {
         }
         kept.insert(key, prepared.clone());
         Ok(prepared)
+    }
+
+    /// Tagged jobs that have ended since the last call, in order of their ends, with how they ended. Kept until asked
+    /// for: a context whose jobs are tagged must be polled.
+    pub fn completed(&self) -> Vec<(u64, Outcome)> {
+        let ended = std::mem::take(&mut *lock(&self.shared.completed));
+        ended.into_iter().filter_map(|(tag, job)| Some((tag, job.outcome()?))).collect()
     }
 
     /// Refuses new jobs, waits for those in flight, helping with them, and stops the threads. Closing twice is fine, and

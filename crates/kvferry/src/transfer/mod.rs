@@ -5,6 +5,7 @@ mod completion;
 mod context;
 mod ending;
 mod host;
+mod layers;
 mod options;
 mod plan;
 mod route;

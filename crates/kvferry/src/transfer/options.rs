@@ -22,6 +22,11 @@ pub struct TransferOptions {
     pub strategy: Option<TransferStrategy>,
     /// Jobs that must be complete before this one starts. If one fails, this one fails too.
     pub after: Vec<TransferCompleteNotification>,
+    /// Report the end of this job to [`crate::TransferContext::completed`] under this number.
+    pub tag: Option<u64>,
+    /// Copy layer by layer, lowest first, so that the handle can tell of each one
+    /// ([`TransferCompleteNotification::layer`]). Runs then end at layers, even where both sides go on.
+    pub per_layer: bool,
 }
 
 impl TransferOptions {

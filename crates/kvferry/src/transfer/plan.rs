@@ -79,7 +79,7 @@ pub fn plan_layouts(
     let pair = Arc::new(PairPlan::new(src, dst, &options.pair_request())?);
     let plan = CopyPlan::new(pair, src_blocks, dst_blocks)?;
     let direction = strategy(src_memory, dst_memory, options.strategy)?;
-    let choice = choose(&plan, direction, options, default_threads())?;
+    let choice = choose(&plan, direction, options, !options.after.is_empty(), default_threads())?;
     let side = |layout: &Layout, memory| PlanSide::new(layout.clone(), memory);
     Ok(TransferPlan::new(side(src, src_memory), side(dst, dst_memory), plan, choice))
 }

@@ -1,14 +1,16 @@
 //! Routes: everything about a transfer that does not depend on block ids.
 
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
-use kvferry_layout::{BlockId, CopyPlan, LayoutError, PairPlan, find_overlap};
+use kvferry_layout::{Axis, BlockId, CopyPlan, LayoutError, PairPlan, PairRequest, find_overlap};
 
 use super::choose::{Choice, HostMode, choose, strategy};
 use super::completion::{TransferCompleteNotification, TransferResult};
 use super::context::Shared;
-use super::host::{HostJob, Split};
+use super::host::{HostJob, Split, TASK_BYTES, Work};
+use super::layers::gather;
+use super::lock;
 use super::options::TransferOptions;
 use super::plan::{PlanSide, TransferPlan};
 use super::strategy::TransferStrategy;
@@ -18,20 +20,21 @@ use crate::physical::PhysicalLayout;
 /// A prepared pair of layouts with options: submit as many id lists as you like.
 #[derive(Clone)]
 pub struct Route {
-    pub(super) context: Arc<Shared>,
-    pub(super) src: Arc<PhysicalLayout>,
-    pub(super) dst: Arc<PhysicalLayout>,
-    pub(super) pair: Arc<PairPlan>,
-    pub(super) may_overlap: bool,
-    pub(super) strategy: TransferStrategy,
-    pub(super) options: TransferOptions,
+    context: Arc<Shared>,
+    src: Arc<PhysicalLayout>,
+    dst: Arc<PhysicalLayout>,
+    prepared: Prepared,
+    strategy: TransferStrategy,
+    options: TransferOptions,
 }
 
 /// The id-free part that a context keeps per layout pair.
 #[derive(Clone)]
 pub(super) struct Prepared {
-    pub(super) pair: Arc<PairPlan>,
-    pub(super) may_overlap: bool,
+    pair: Arc<PairPlan>,
+    may_overlap: bool,
+    // Made by the first transfer that asks for its layers.
+    layers: Arc<OnceLock<Vec<Arc<PairPlan>>>>,
 }
 
 impl Prepared {
@@ -42,7 +45,25 @@ impl Prepared {
     ) -> Result<Prepared> {
         let pair = Arc::new(PairPlan::new(src.layout(), dst.layout(), &options.pair_request())?);
         let may_overlap = pair.may_overlap(src.spans(), dst.spans());
-        Ok(Prepared { pair, may_overlap })
+        Ok(Prepared { pair, may_overlap, layers: Arc::new(OnceLock::new()) })
+    }
+
+    /// The pair, layer by layer.
+    fn layers(
+        &self,
+        src: &PhysicalLayout,
+        dst: &PhysicalLayout,
+        options: &TransferOptions,
+    ) -> Result<&[Arc<PairPlan>]> {
+        if let Some(made) = self.layers.get() {
+            return Ok(made);
+        }
+        let one = |layer| {
+            let request = PairRequest { layers: Some(layer..layer + 1), ..options.pair_request() };
+            Ok(Arc::new(PairPlan::new(src.layout(), dst.layout(), &request)?))
+        };
+        let made = self.pair.src().range(Axis::Layer).map(one).collect::<Result<Vec<_>>>()?;
+        Ok(self.layers.get_or_init(|| made))
     }
 }
 
@@ -61,15 +82,7 @@ impl Route {
         if let Some((first, second)) = dst.aliased_regions() {
             return Err(LayoutError::RegionsAlias { first, second }.into());
         }
-        Ok(Route {
-            context,
-            src: src.clone(),
-            dst: dst.clone(),
-            pair: prepared.pair,
-            may_overlap: prepared.may_overlap,
-            strategy,
-            options,
-        })
+        Ok(Route { context, src: src.clone(), dst: dst.clone(), prepared, strategy, options })
     }
 
     /// Plans a copy without running it: ids are validated, nothing is moved.
@@ -78,30 +91,35 @@ impl Route {
     /// Ids out of range, given twice, or that do not pair up; source and destination bytes that overlap; an engine
     /// that cannot do it.
     pub fn plan(&self, src: &[BlockId], dst: &[BlockId]) -> Result<TransferPlan> {
-        let (plan, choice) = self.validate(src, dst)?;
+        let (plan, choice) = self.validate(src, dst, !self.options.after.is_empty())?;
         let side = |layout: &PhysicalLayout| PlanSide::new(layout.layout().clone(), layout.memory_kind());
         Ok(TransferPlan::new(side(&self.src), side(&self.dst), plan, choice))
     }
 
     /// The gate: everything is checked here, before anything moves.
-    fn validate(&self, src: &[BlockId], dst: &[BlockId]) -> Result<(CopyPlan, Choice)> {
-        let plan = CopyPlan::new(self.pair.clone(), src, dst)?;
-        if self.may_overlap {
+    fn validate(&self, src: &[BlockId], dst: &[BlockId], waits: bool) -> Result<(CopyPlan, Choice)> {
+        let plan = CopyPlan::new(self.prepared.pair.clone(), src, dst)?;
+        if self.prepared.may_overlap {
             find_overlap(&plan, self.src.spans(), self.dst.spans())?;
         }
-        let choice = choose(&plan, self.strategy, &self.options, self.context.pool.threads())?;
+        let choice = choose(&plan, self.strategy, &self.options, waits, self.context.pool.threads())?;
         Ok((plan, choice))
     }
 
     /// Validates, plans and submits. Never waits: copies run on the context's threads (a copy of at most 32 KiB runs
-    /// here and now). An empty list is a completed transfer.
+    /// here and now, unless it has to follow another job). An empty list is a transfer of no bytes.
     ///
     /// # Errors
     /// As [`Route::plan`], and a context that is closed or was made before a fork.
     pub fn submit(&self, src: &[BlockId], dst: &[BlockId]) -> Result<TransferCompleteNotification> {
         let submitted = Instant::now();
         self.context.fork.check()?;
-        let (plan, choice) = self.validate(src, dst)?;
+        // An ordered context is locked for the whole submission: the queue is in the order of the locks.
+        let mut line = self.context.order.as_ref().map(lock);
+        let ahead =
+            line.as_ref().and_then(|line| line.get(&self.strategy)).filter(|job| !job.done()).cloned();
+        let waits = ahead.is_some() || !self.options.after.is_empty();
+        let (plan, choice) = self.validate(src, dst, waits)?;
         tracing::debug!(
             strategy = self.strategy.name(),
             blocks = plan.blocks(),
@@ -111,49 +129,92 @@ impl Route {
             inline = choice.host == HostMode::Inline,
             "transfer"
         );
-        if plan.blocks() == 0 && self.options.after.is_empty() {
-            self.context.pool.admit(false)?;
-            self.context.pool.leave();
-            self.context.pool.left();
-            return Ok(TransferCompleteNotification::ready(Ok(TransferResult {
-                bytes: 0,
-                blocks: 0,
-                seconds: submitted.elapsed().as_secs_f64(),
-                engine: choice.engine,
-                strategy: self.strategy,
-            })));
-        }
-        self.submit_host(plan, &choice, submitted)
-    }
-
-    fn submit_host(
-        &self,
-        plan: CopyPlan,
-        choice: &Choice,
-        submitted: Instant,
-    ) -> Result<TransferCompleteNotification> {
-        let after = &self.options.after;
-        let split = Split::new(&plan, super::host::TASK_BYTES);
-        let work = super::host::Work {
-            plan,
-            src: self.src.clone(),
-            dst: self.dst.clone(),
-            split,
-            hint: choice.hint,
+        // A job of no blocks has no task that could end it here: it ends by being released.
+        let inline = choice.host == HostMode::Inline && plan.blocks() > 0;
+        let needs_threads = !inline && plan.blocks() > 0;
+        let submission = Submission { route: self, choice: &choice, ahead, inline, submitted };
+        let job = if self.options.per_layer {
+            let layers = submission.layers(&plan)?;
+            self.context.pool.admit(layers.len(), needs_threads)?;
+            submission.gather(&plan, layers)
+        } else {
+            self.context.pool.admit(1, needs_threads)?;
+            submission.one(plan)
         };
-        self.context.pool.admit(choice.host != HostMode::Inline)?;
-        if choice.host == HostMode::Inline {
-            let job = HostJob::new(work, self.context.pool.clone(), 0, submitted);
+        if let Some(line) = line.as_mut() {
+            line.insert(self.strategy, job.clone());
+        }
+        drop(line);
+        if let Some(tag) = self.options.tag {
+            let (shared, ended) = (self.context.clone(), job.clone());
+            job.on_complete(move |_| lock(&shared.completed).push((tag, ended)));
+        }
+        Ok(job)
+    }
+}
+
+/// One call of [`Route::submit`], after validation.
+struct Submission<'a> {
+    route: &'a Route,
+    choice: &'a Choice,
+    /// The job of an ordered context that has to end first, well or badly.
+    ahead: Option<TransferCompleteNotification>,
+    inline: bool,
+    submitted: Instant,
+}
+
+impl Submission<'_> {
+    /// Starts one admitted job.
+    fn one(&self, plan: CopyPlan) -> TransferCompleteNotification {
+        let Route { context, src, dst, options, .. } = self.route;
+        let split = Split::new(&plan, TASK_BYTES);
+        let work = Work { plan, src: src.clone(), dst: dst.clone(), split, hint: self.choice.hint };
+        if self.inline {
+            let job = HostJob::new(work, context.pool.clone(), 0, self.submitted);
             job.help(None);
-            return Ok(TransferCompleteNotification::new(job.completion().clone(), None));
+            return TransferCompleteNotification::of_job(job);
         }
         // One hold per dependency and one for ourselves, so that the job cannot start while we still register.
-        let job = HostJob::new(work, self.context.pool.clone(), after.len() + 1, submitted);
-        for dependency in after {
+        let holds = options.after.len() + usize::from(self.ahead.is_some()) + 1;
+        let job = HostJob::new(work, context.pool.clone(), holds, self.submitted);
+        for dependency in &options.after {
             let waiting = job.clone();
             dependency.on_complete_first(move |outcome| waiting.release(Some(outcome)));
         }
+        if let Some(ahead) = &self.ahead {
+            let waiting = job.clone();
+            ahead.on_complete_first(move |_| waiting.release(None));
+        }
         job.release(None);
-        Ok(TransferCompleteNotification::new(job.completion().clone(), Some(job)))
+        TransferCompleteNotification::of_job(job)
+    }
+
+    /// The plan, cut into its layers.
+    fn layers(&self, plan: &CopyPlan) -> Result<Vec<CopyPlan>> {
+        let Route { prepared, src, dst, options, .. } = self.route;
+        let mut layers: Vec<CopyPlan> = Vec::new();
+        for pair in prepared.layers(src, dst, options)? {
+            // Layers differ in where they start and in nothing else: their blocks are joined once.
+            let layer = layers.last().unwrap_or(plan).along(pair.clone());
+            layers.push(layer.ok_or_else(|| Error::Unsupported {
+                what: "a transfer by layer".to_owned(),
+                why: "its layers count blocks otherwise than the whole".to_owned(),
+            })?);
+        }
+        Ok(layers)
+    }
+
+    /// Starts the admitted jobs of all layers, lowest first.
+    fn gather(&self, plan: &CopyPlan, layers: Vec<CopyPlan>) -> TransferCompleteNotification {
+        let blank = TransferResult {
+            bytes: 0,
+            blocks: plan.blocks().into(),
+            seconds: 0.0,
+            engine: self.choice.engine,
+            strategy: self.route.strategy,
+        };
+        let first = plan.pair().src().range(Axis::Layer).start;
+        let parts = layers.into_iter().map(|layer| self.one(layer)).collect();
+        gather(first, parts, blank, self.submitted)
     }
 }

@@ -174,7 +174,7 @@ mod tests {
         let split = Split::new(&plan, 8);
         let work = Work { plan, src, dst: dst.clone(), split, hint: CopyHint::Temporal };
         let pool = Pool::new(1, ForkGuard::new());
-        pool.admit(false).unwrap();
+        pool.admit(1, false).unwrap();
         (HostJob::new(work, pool, holds, Instant::now()), dst)
     }
 

@@ -65,8 +65,8 @@ impl Pool {
         Ok(self.fork.check()?)
     }
 
-    /// Admits a job, so that closing waits for it, and makes sure that there are threads to run it.
-    pub(crate) fn admit(self: &Arc<Self>, needs_threads: bool) -> Result<()> {
+    /// Admits jobs, all or none, so that closing waits for them, and makes sure that there are threads to run them.
+    pub(crate) fn admit(self: &Arc<Self>, jobs: usize, needs_threads: bool) -> Result<()> {
         let mut state = lock(&self.state);
         if state.closed {
             return Err(Error::Closed);
@@ -84,8 +84,8 @@ impl Pool {
                 Err(error) => return Err(Error::Thread(error)),
             }
         }
-        state.open += 1;
-        self.in_flight.fetch_add(1, Ordering::Relaxed);
+        state.open += jobs;
+        self.in_flight.fetch_add(jobs, Ordering::Relaxed);
         Ok(())
     }
 
