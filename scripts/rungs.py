@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import time
+import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,8 +25,6 @@ VENV = ROOT / ".venv"
 NVCC = ROOT / ".nvcc"
 DIST = ROOT / "dist"
 NVCC_WHEELS = ("nvcc", "crt", "runtime", "cccl")
-TOOLS = ("maturin>=1.14,<2", "ruff>=0.12", "mypy>=1.15")
-TESTS = ("hypothesis>=6.100", "numpy>=2.0", "pytest>=8.3", "pytest-timeout>=2.3")
 
 # Closing lines of the runners: cargo test, nextest, pytest.
 COUNTS = tuple(
@@ -56,6 +55,12 @@ class Outcome:
     state: str
     seconds: float
     detail: str
+
+
+def dev_packages() -> list[str]:
+    """What developers need, from pyproject.toml, without the package itself."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    return [need for extra in ("test", "dev") for need in extras[extra] if not need.startswith("kvferry")]
 
 
 def venv_bin(venv: Path, name: str) -> str:
@@ -200,7 +205,7 @@ def gpu_rungs() -> list[Outcome]:
 
 def plan(name: str) -> list[Rung]:
     """The rungs of a target, in order."""
-    tools = Rung("tools", make_venv(VENV, *TOOLS, *TESTS))
+    tools = Rung("tools", make_venv(VENV, *dev_packages()))
     match name:
         case "tools":
             return [tools]

@@ -136,7 +136,7 @@ fn accepted(u: &mut Unstructured<'_>, declared: &Declared, layout: &Layout) -> R
     for at in &coordinates {
         let place = layout.view().place(*at).expect("coordinates are in range");
         let mut offset = 0i128;
-        for (&axis, &stride) in axes.iter().zip(&arrays[0].strides) {
+        for (&axis, &stride) in axes.iter().zip(&arrays[place.region as usize].strides) {
             offset += i128::from(at[axis]) * i128::from(stride);
         }
         assert_eq!(offset, i128::from(place.offset));

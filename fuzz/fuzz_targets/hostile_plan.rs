@@ -58,6 +58,12 @@ fn hostile(u: &mut Unstructured<'_>) -> Result<()> {
             return Ok(());
         }
     };
+    assert!(src_ids.iter().all(|id| u64::from(id.0) < src.config().num_blocks()));
+    assert!(dst_ids.iter().all(|id| u64::from(id.0) < dst.config().num_blocks()));
+    let mut distinct = dst_ids.clone();
+    distinct.sort_unstable();
+    distinct.dedup();
+    assert_eq!(distinct.len(), dst_ids.len(), "a destination is given twice");
     bounded(&plan, &src, &dst);
 
     let src_regions = regions(u, &src)?;

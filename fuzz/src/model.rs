@@ -401,7 +401,8 @@ fn ids(u: &mut Unstructured<'_>, src: &Made, dst: &Made) -> Result<(Vec<BlockId>
             }
             Ok(list)
         };
-    let dst_ids = strings(u, dst.sizes.blocks, groups * dst_each, true)?;
+    let distinct = u.ratio(15, 16)?;
+    let dst_ids = strings(u, dst.sizes.blocks, groups * dst_each, distinct)?;
     Ok((strings(u, src.sizes.blocks, groups * src_each, false)?, dst_ids))
 }
 

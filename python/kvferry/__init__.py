@@ -26,9 +26,11 @@ from kvferry._core import (
     TransferPlan,
     TransferResult,
     build_info,
+    describe,
     device,
     devices,
     pinned,
+    plan,
     system,
     usable_cpus,
 )
@@ -81,9 +83,11 @@ __all__ = [
     "WaitTimeout",
     "__version__",
     "build_info",
+    "describe",
     "device",
     "devices",
     "pinned",
+    "plan",
     "system",
     "usable_cpus",
 ]

@@ -2,6 +2,8 @@ from collections.abc import Generator
 from types import TracebackType
 from typing import Any, Literal, Self, TypeAlias, TypedDict, final
 
+from kvferry._errors import TransferError
+
 __all__ = [
     "LayoutConfig",
     "Memory",
@@ -14,9 +16,11 @@ __all__ = [
     "TransferPlan",
     "TransferResult",
     "build_info",
+    "describe",
     "device",
     "devices",
     "pinned",
+    "plan",
     "system",
     "usable_cpus",
 ]
@@ -153,6 +157,14 @@ class PhysicalLayout:
         config: LayoutConfig | None = None,
         dtype: _Dtype | None = None,
     ) -> PhysicalLayout: ...
+    @staticmethod
+    def from_pages(tensors: _Tensors) -> PhysicalLayout: ...
+    @staticmethod
+    def from_json(text: str, memory: Memory) -> PhysicalLayout: ...
+    def to_json(self) -> str: ...
+    @property
+    def digest(self) -> str: ...
+    def incompatibilities(self, dst: PhysicalLayout) -> list[str]: ...
     @property
     def config(self) -> LayoutConfig: ...
     @property
@@ -207,8 +219,8 @@ class TransferResult:
 
 @final
 class Transfer:
-    def done(self) -> bool: ...
-    def wait(self, timeout: float | None = None) -> TransferResult: ...
+    def done(self, *, layer: int | None = None) -> bool: ...
+    def wait(self, timeout: float | None = None, *, layer: int | None = None) -> TransferResult: ...
     def result(self) -> TransferResult: ...
     def __await__(self) -> Generator[Any, None, TransferResult]: ...
 
@@ -245,7 +257,13 @@ class Route:
 
 @final
 class TransferContext:
-    def __new__(cls, device: int | Literal["cpu"] | None = None, *, threads: int | None = None) -> Self: ...
+    def __new__(
+        cls,
+        device: int | Literal["cpu"] | None = None,
+        *,
+        threads: int | None = None,
+        ordered: bool = False,
+    ) -> Self: ...
     def transfer(
         self,
         src: PhysicalLayout,
@@ -261,6 +279,8 @@ class TransferContext:
         num_sms: int | None = None,
         transform: Literal["auto", "forbid"] = "auto",
         strategy: _Strategy | None = None,
+        tag: object | None = None,
+        per_layer: bool = False,
     ) -> Transfer: ...
     def plan(
         self,
@@ -291,11 +311,13 @@ class TransferContext:
         num_sms: int | None = None,
         transform: Literal["auto", "forbid"] = "auto",
         strategy: _Strategy | None = None,
+        per_layer: bool = False,
     ) -> Route: ...
     @property
     def threads(self) -> int: ...
     @property
     def in_flight(self) -> int: ...
+    def completed(self) -> list[tuple[Any, TransferResult | TransferError]]: ...
     def close(self, timeout: float | None = None) -> None: ...
     def __enter__(self) -> Self: ...
     def __exit__(
@@ -309,6 +331,27 @@ class TransferContext:
 def system() -> Memory: ...
 def pinned() -> Memory: ...
 def device(ordinal: int) -> Memory: ...
+def describe(
+    kind: Literal["fully_contiguous", "layer_separate", "split_kv", "block_pool"],
+    config: LayoutConfig,
+    *,
+    order: _Order = "NHD",
+    block_dim: Literal["block_first", "outer_first"] | None = None,
+) -> str: ...
+def plan(
+    src: str,
+    dst: str,
+    src_blocks: _Ids,
+    dst_blocks: _Ids,
+    *,
+    src_memory: Memory | None = None,
+    dst_memory: Memory | None = None,
+    layers: range | None = None,
+    heads: range | None = None,
+    engine: _Engine = "auto",
+    transform: Literal["auto", "forbid"] = "auto",
+    strategy: _Strategy | None = None,
+) -> TransferPlan: ...
 def build_info() -> _BuildInfo: ...
 def devices() -> list[_Device]: ...
 def usable_cpus() -> int: ...

@@ -322,11 +322,6 @@ class TestStructure:
         with pytest.raises(kf.LayoutError, match="aligns them to 256"):
             wrap(shifted, axes="block dim", config=cfg)
 
-    def test_the_same_memory_twice(self) -> None:
-        one, two = cache(), cache()
-        with pytest.raises(kf.LayoutError, match=r"tensors\[0\] and tensors\[2\] are the same memory"):
-            wrap([one, two, one[:]], axes=AXES)
-
 
 class TestStrides:
     @pytest.mark.parametrize(

@@ -1,32 +1,35 @@
 //! `kvferry.TransferContext`, `kvferry.Route` and `kvferry.TransferPlan`.
 
+use std::collections::HashMap;
 use std::ops::Range;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use kvferry::{BlockId, Engine, TransferOptions, TransferStrategy, Transform};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList, PyRange, PyTuple};
 
-use crate::errors::{OrRaise, plain};
+use crate::errors::{OrRaise, plain, to_py};
 use crate::ids::{IdList, ids};
 use crate::layout::PhysicalLayout;
 use crate::numbers::{integer, whole};
-use crate::transfer::{Timeout, Transfer, interruptible};
+use crate::transfer::{Timeout, Transfer, TransferResult, interruptible};
 
 /// Options shared by transfer(), plan() and route().
-struct Options<'a, 'py> {
-    layers: Option<&'a Bound<'py, PyAny>>,
-    heads: Option<&'a Bound<'py, PyAny>>,
-    stream: Option<&'a Bound<'py, PyAny>>,
-    after: Option<&'a Bound<'py, PyAny>>,
-    engine: &'a str,
-    num_sms: Option<&'a Bound<'py, PyAny>>,
-    transform: &'a str,
-    strategy: Option<&'a str>,
+pub(crate) struct Options<'a, 'py> {
+    pub(crate) layers: Option<&'a Bound<'py, PyAny>>,
+    pub(crate) heads: Option<&'a Bound<'py, PyAny>>,
+    pub(crate) stream: Option<&'a Bound<'py, PyAny>>,
+    pub(crate) after: Option<&'a Bound<'py, PyAny>>,
+    pub(crate) engine: &'a str,
+    pub(crate) num_sms: Option<&'a Bound<'py, PyAny>>,
+    pub(crate) transform: &'a str,
+    pub(crate) strategy: Option<&'a str>,
+    pub(crate) per_layer: bool,
 }
 
 impl Options<'_, '_> {
-    fn read(&self, py: Python<'_>) -> PyResult<TransferOptions> {
+    pub(crate) fn read(&self, py: Python<'_>) -> PyResult<TransferOptions> {
         let refuse = |what: &str| {
             Err(plain(
                 py,
@@ -63,7 +66,8 @@ impl Options<'_, '_> {
             },
             strategy: self.strategy.map(|s| s.parse::<TransferStrategy>()).transpose().or_raise(py)?,
             after: self.after.map(jobs).transpose()?.unwrap_or_default(),
-            ..TransferOptions::default()
+            tag: None,
+            per_layer: self.per_layer,
         })
     }
 }
@@ -107,11 +111,11 @@ fn jobs(after: &Bound<'_, PyAny>) -> PyResult<Vec<kvferry::TransferCompleteNotif
 }
 
 /// Both id lists, read with the GIL.
-fn both(
-    (src, src_blocks): (&kvferry::PhysicalLayout, &Bound<'_, PyAny>),
-    (dst, dst_blocks): (&kvferry::PhysicalLayout, &Bound<'_, PyAny>),
+pub(crate) fn both(
+    (src, src_blocks): (&kvferry::Layout, &Bound<'_, PyAny>),
+    (dst, dst_blocks): (&kvferry::Layout, &Bound<'_, PyAny>),
 ) -> PyResult<(Vec<BlockId>, Vec<BlockId>)> {
-    let limit = |layout: &kvferry::PhysicalLayout| layout.layout().config().num_blocks();
+    let limit = |layout: &kvferry::Layout| layout.config().num_blocks();
     Ok((
         ids(src_blocks, IdList { side: "source", limit: limit(src) })?,
         ids(dst_blocks, IdList { side: "destination", limit: limit(dst) })?,
@@ -120,19 +124,28 @@ fn both(
 
 /// Plans and runs transfers.
 #[pyclass(frozen, module = "kvferry")]
-pub(crate) struct TransferContext(Mutex<Option<Arc<kvferry::TransferContext>>>);
+pub(crate) struct TransferContext {
+    context: Mutex<Option<Arc<kvferry::TransferContext>>>,
+    // What the numbers that the core knows stand for.
+    tags: Mutex<HashMap<u64, Py<PyAny>>>,
+    next_tag: AtomicU64,
+}
 
 impl TransferContext {
     fn get(&self, py: Python<'_>) -> PyResult<Arc<kvferry::TransferContext>> {
-        let held = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let held = self.context.lock().unwrap_or_else(PoisonError::into_inner);
         held.clone().ok_or_else(|| crate::errors::to_py(py, kvferry::Error::Closed))
+    }
+
+    fn tags(&self) -> MutexGuard<'_, HashMap<u64, Py<PyAny>>> {
+        self.tags.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 impl Drop for TransferContext {
     fn drop(&mut self) {
         // A context that was not closed waits for its jobs here, which others need not wait for.
-        let held = self.0.get_mut().unwrap_or_else(PoisonError::into_inner).take();
+        let held = self.context.get_mut().unwrap_or_else(PoisonError::into_inner).take();
         Python::try_attach(move |py| py.detach(move || drop(held)));
     }
 }
@@ -140,13 +153,14 @@ impl Drop for TransferContext {
 #[pymethods]
 impl TransferContext {
     #[new]
-    #[pyo3(signature = (device=None, *, threads=None))]
+    #[pyo3(signature = (device=None, *, threads=None, ordered=false))]
     fn new(
         py: Python<'_>,
         device: Option<&Bound<'_, PyAny>>,
         threads: Option<&Bound<'_, PyAny>>,
+        ordered: bool,
     ) -> PyResult<Self> {
-        let mut builder = kvferry::TransferContext::builder();
+        let mut builder = kvferry::TransferContext::builder().ordered(ordered);
         if let Some(device) = device
             && device.extract::<&str>().ok() != Some("cpu")
         {
@@ -162,12 +176,16 @@ impl TransferContext {
             let threads = whole("OptionError", "threads", threads, u32::MAX.into())?;
             builder = builder.threads(threads as usize);
         }
-        Ok(TransferContext(Mutex::new(Some(Arc::new(builder.build().or_raise(py)?)))))
+        Ok(TransferContext {
+            context: Mutex::new(Some(Arc::new(builder.build().or_raise(py)?))),
+            tags: Mutex::default(),
+            next_tag: AtomicU64::new(0),
+        })
     }
 
     /// Copies block src_blocks[i] of src to block dst_blocks[i] of dst. Returns at once.
     #[pyo3(signature = (src, dst, src_blocks, dst_blocks, *, layers=None, heads=None, stream=None, after=None,
-                        engine="auto", num_sms=None, transform="auto", strategy=None))]
+                        engine="auto", num_sms=None, transform="auto", strategy=None, tag=None, per_layer=false))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments of a Python method")]
     fn transfer(
         &self,
@@ -184,12 +202,26 @@ impl TransferContext {
         num_sms: Option<&Bound<'_, PyAny>>,
         transform: &str,
         strategy: Option<&str>,
+        tag: Option<&Bound<'_, PyAny>>,
+        per_layer: bool,
     ) -> PyResult<Transfer> {
         let context = self.get(py)?;
         let options =
-            Options { layers, heads, stream, after, engine, num_sms, transform, strategy }.read(py)?;
-        let (from, to) = both((&src.0, src_blocks), (&dst.0, dst_blocks))?;
-        Ok(Transfer::new(py.detach(|| context.transfer(&src.0, &dst.0, &from, &to, &options)).or_raise(py)?))
+            Options { layers, heads, stream, after, engine, num_sms, transform, strategy, per_layer };
+        let mut options = options.read(py)?;
+        let (from, to) = both((src.0.layout(), src_blocks), (dst.0.layout(), dst_blocks))?;
+        if let Some(tag) = tag {
+            let number = self.next_tag.fetch_add(1, Ordering::Relaxed);
+            options.tag = Some(number);
+            // Known before the job can end.
+            self.tags().insert(number, tag.clone().unbind());
+        }
+        let job = py.detach(|| context.transfer(&src.0, &dst.0, &from, &to, &options));
+        if let (Err(_), Some(number)) = (&job, options.tag) {
+            let refused = self.tags().remove(&number);
+            drop(refused);
+        }
+        Ok(Transfer::new(job.or_raise(py)?))
     }
 
     /// Plans a transfer without running it.
@@ -214,14 +246,15 @@ impl TransferContext {
     ) -> PyResult<TransferPlan> {
         let context = self.get(py)?;
         let options =
-            Options { layers, heads, stream, after, engine, num_sms, transform, strategy }.read(py)?;
-        let (from, to) = both((&src.0, src_blocks), (&dst.0, dst_blocks))?;
+            Options { layers, heads, stream, after, engine, num_sms, transform, strategy, per_layer: false }
+                .read(py)?;
+        let (from, to) = both((src.0.layout(), src_blocks), (dst.0.layout(), dst_blocks))?;
         Ok(TransferPlan(py.detach(|| context.plan(&src.0, &dst.0, &from, &to, &options)).or_raise(py)?))
     }
 
     /// Prepares a pair of layouts for hot loops.
     #[pyo3(signature = (src, dst, *, layers=None, heads=None, stream=None, after=None, engine="auto", num_sms=None,
-                        transform="auto", strategy=None))]
+                        transform="auto", strategy=None, per_layer=false))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments of a Python method")]
     fn route(
         &self,
@@ -236,10 +269,12 @@ impl TransferContext {
         num_sms: Option<&Bound<'_, PyAny>>,
         transform: &str,
         strategy: Option<&str>,
+        per_layer: bool,
     ) -> PyResult<Route> {
         let context = self.get(py)?;
         let options =
-            Options { layers, heads, stream, after, engine, num_sms, transform, strategy }.read(py)?;
+            Options { layers, heads, stream, after, engine, num_sms, transform, strategy, per_layer }
+                .read(py)?;
         let route = py.detach(|| context.route(&src.0, &dst.0, &options)).or_raise(py)?;
         Ok(Route { route, src: src.0.clone(), dst: dst.0.clone() })
     }
@@ -256,13 +291,29 @@ impl TransferContext {
         Ok(self.get(py)?.in_flight())
     }
 
+    /// Tagged jobs that have ended since the last call, in order of their ends: (tag, TransferResult or the
+    /// TransferError that wait() would raise). Kept until asked for.
+    fn completed<'py>(&self, py: Python<'py>) -> PyResult<Vec<(Py<PyAny>, Bound<'py, PyAny>)>> {
+        let ended = self.get(py)?.completed();
+        let mut out = Vec::with_capacity(ended.len());
+        for (number, outcome) in ended {
+            let tag = self.tags().remove(&number);
+            let told = match outcome {
+                Ok(result) => Bound::new(py, TransferResult::new(result))?.into_any(),
+                Err(failure) => to_py(py, failure.into()).into_value(py).into_bound(py).into_any(),
+            };
+            out.push((tag.unwrap_or_else(|| py.None()), told));
+        }
+        Ok(out)
+    }
+
     /// Refuses new jobs and waits for those in flight. Closing twice is fine.
     #[pyo3(signature = (timeout=None))]
     fn close(&self, py: Python<'_>, timeout: Option<Timeout>) -> PyResult<()> {
         let Ok(context) = self.get(py) else { return Ok(()) };
         interruptible(py, timeout, |limit| context.close(limit))?;
         // Dropped without the lock: the last reference joins the threads.
-        let held = self.0.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let held = self.context.lock().unwrap_or_else(PoisonError::into_inner).take();
         drop(held);
         Ok(())
     }
@@ -307,7 +358,7 @@ impl Route {
         src_blocks: &Bound<'_, PyAny>,
         dst_blocks: &Bound<'_, PyAny>,
     ) -> PyResult<Transfer> {
-        let (from, to) = both((&self.src, src_blocks), (&self.dst, dst_blocks))?;
+        let (from, to) = both((self.src.layout(), src_blocks), (self.dst.layout(), dst_blocks))?;
         Ok(Transfer::new(py.detach(|| self.route.submit(&from, &to)).or_raise(py)?))
     }
 
@@ -318,14 +369,14 @@ impl Route {
         src_blocks: &Bound<'_, PyAny>,
         dst_blocks: &Bound<'_, PyAny>,
     ) -> PyResult<TransferPlan> {
-        let (from, to) = both((&self.src, src_blocks), (&self.dst, dst_blocks))?;
+        let (from, to) = both((self.src.layout(), src_blocks), (self.dst.layout(), dst_blocks))?;
         Ok(TransferPlan(py.detach(|| self.route.plan(&from, &to)).or_raise(py)?))
     }
 }
 
 /// A validated plan with its engine.
 #[pyclass(frozen, module = "kvferry")]
-pub(crate) struct TransferPlan(kvferry::TransferPlan);
+pub(crate) struct TransferPlan(pub(crate) kvferry::TransferPlan);
 
 #[pymethods]
 impl TransferPlan {

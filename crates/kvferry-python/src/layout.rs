@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use kvferry::{Axis, BlockDim, ForeignArray, KvOrder, LayoutKind, MemoryKind};
+use kvferry::{Axis, BlockDim, Dtype, ForeignArray, KvOrder, LayoutKind, MemoryKind};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
 
@@ -110,6 +110,66 @@ impl PhysicalLayout {
             aligned(py, &layout, &shapes, &regions, config.0.alignment())?;
         }
         Ok(PhysicalLayout(kvferry::PhysicalLayout::from_regions(layout, memory, regions).or_raise(py)?))
+    }
+
+    /// Opaque pages: each array is [blocks, bytes], one array in all or one per layer, without copying.
+    #[staticmethod]
+    fn from_pages(tensors: &Bound<'_, PyAny>) -> PyResult<Self> {
+        let py = tensors.py();
+        let (found, pairs) = arrays::collect(tensors, None)?;
+        if pairs {
+            return Err(plain(py, "LayoutError", "pages are opaque: pass arrays, not (K, V) pairs"));
+        }
+        let memory = match found.first() {
+            Some(first) => first.memory,
+            None => return Err(plain(py, "LayoutError", "tensors is empty")),
+        };
+        let (mut shapes, mut regions) = (Vec::new(), Vec::new());
+        for mut array in found {
+            // A row of elements is a row of bytes, if it is a row at all.
+            let width = array.dtype.bytes();
+            if let ([_, row], [_, step]) = (&mut array.array.shape[..], &mut array.array.strides[..]) {
+                if *row > 1 && *step != width as i64 {
+                    let message = format!("{}: its pages are not contiguous bytes", array.array.name);
+                    return Err(plain(py, "LayoutError", message));
+                }
+                (*row, *step) = (row.saturating_mul(width), 1);
+            }
+            shapes.push(array.array);
+            regions.push(array.region);
+        }
+        let layout =
+            kvferry::Layout::from_arrays(&shapes, &[Axis::Block, Axis::Dim], false, Dtype::UInt8, None)
+                .or_raise(py)?;
+        Ok(PhysicalLayout(kvferry::PhysicalLayout::from_regions(layout, memory, regions).or_raise(py)?))
+    }
+
+    /// Allocates memory for a layout given as JSON (see to_json). The text is validated as hostile input.
+    #[staticmethod]
+    fn from_json(py: Python<'_>, text: &str, memory: &Memory) -> PyResult<Self> {
+        let memory = memory.0;
+        let made = py.detach(|| {
+            let layout = kvferry::Layout::from_json(text)?;
+            kvferry::PhysicalLayout::allocate(layout, memory)
+        });
+        Ok(PhysicalLayout(made.or_raise(py)?))
+    }
+
+    /// The layout without its memory, as JSON with a version.
+    fn to_json(&self, py: Python<'_>) -> PyResult<String> {
+        self.0.layout().to_json().or_raise(py)
+    }
+
+    /// 16 hexadecimal digits that are equal for equal layouts, on any machine; the memory does not count.
+    #[getter]
+    fn digest(&self, py: Python<'_>) -> PyResult<String> {
+        Ok(format!("{:016x}", self.0.layout().digest().or_raise(py)?))
+    }
+
+    /// Why blocks cannot move from this layout to another: all reasons, none if they can.
+    fn incompatibilities(&self, dst: &PhysicalLayout) -> Vec<String> {
+        let reasons = kvferry::layout::incompatibilities(self.0.layout(), dst.0.layout());
+        reasons.into_iter().map(|reason| reason.to_string()).collect()
     }
 
     #[getter]

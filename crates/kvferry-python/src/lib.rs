@@ -3,6 +3,7 @@
 mod arrays;
 mod config;
 mod context;
+mod descriptor;
 mod dlpack;
 mod errors;
 mod ids;
@@ -21,6 +22,8 @@ mod _core {
     use crate::config::LayoutConfig;
     #[pymodule_export]
     use crate::context::{Route, TransferContext, TransferPlan};
+    #[pymodule_export]
+    use crate::descriptor::{describe, plan};
     #[pymodule_export]
     use crate::info::{build_info, devices, usable_cpus};
     #[pymodule_export]

@@ -9,6 +9,7 @@ use pyo3::prelude::*;
 
 use crate::errors::{OrRaise, plain, to_py};
 use crate::notify;
+use crate::numbers::whole;
 
 /// How often a blocked wait looks for Ctrl-C. Completion itself is event-driven and does not wait for this.
 const SIGNAL_INTERVAL: Duration = Duration::from_millis(100);
@@ -16,6 +17,12 @@ const SIGNAL_INTERVAL: Duration = Duration::from_millis(100);
 /// What a finished transfer did.
 #[pyclass(frozen, module = "kvferry")]
 pub(crate) struct TransferResult(kvferry::TransferResult);
+
+impl TransferResult {
+    pub(crate) fn new(result: kvferry::TransferResult) -> TransferResult {
+        TransferResult(result)
+    }
+}
 
 #[pymethods]
 impl TransferResult {
@@ -86,20 +93,41 @@ impl Transfer {
         }
         Ok(&self.job)
     }
+
+    /// The job, or its part for one layer.
+    fn part(
+        &self,
+        py: Python<'_>,
+        layer: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<&TransferCompleteNotification> {
+        let job = self.job(py)?;
+        let Some(layer) = layer else { return Ok(job) };
+        let layer = whole("OptionError", "layer", layer, i64::MAX as u64)?;
+        job.layer(layer).ok_or_else(|| {
+            plain(py, "OptionError", format!("layer {layer} is not told of: the transfer does not move it, or was made without per_layer=True"))
+        })
+    }
 }
 
 #[pymethods]
 impl Transfer {
-    /// Whether the transfer has ended, well or badly.
-    fn done(&self, py: Python<'_>) -> PyResult<bool> {
-        Ok(self.job(py)?.done())
+    /// Whether the transfer, or one layer of it, has ended, well or badly.
+    #[pyo3(signature = (*, layer=None))]
+    fn done(&self, py: Python<'_>, layer: Option<&Bound<'_, PyAny>>) -> PyResult<bool> {
+        Ok(self.part(py, layer)?.done())
     }
 
-    /// Waits for the end without the GIL and returns the result. Raises TransferError if the job failed and
-    /// WaitTimeout if `timeout` seconds passed; the job then goes on.
-    #[pyo3(signature = (timeout=None))]
-    fn wait(&self, py: Python<'_>, timeout: Option<Timeout>) -> PyResult<TransferResult> {
-        let job = self.job(py)?;
+    /// Waits for the end, or for the end of one layer of a transfer made with per_layer=True, without the GIL and
+    /// returns the result. Raises TransferError if the job failed and WaitTimeout if `timeout` seconds passed; the job
+    /// then goes on.
+    #[pyo3(signature = (timeout=None, *, layer=None))]
+    fn wait(
+        &self,
+        py: Python<'_>,
+        timeout: Option<Timeout>,
+        layer: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<TransferResult> {
+        let job = self.part(py, layer)?;
         interruptible(py, timeout, |limit| job.wait(limit)).map(TransferResult)
     }
 
