@@ -16,8 +16,6 @@ from kvferry.cli import explain, main
 if TYPE_CHECKING:
     from pathlib import Path
 
-planned = pytest.mark.skipif(not hasattr(kf, "plan"), reason="this build has no kf.plan")
-
 SMALL = ["--blocks", "8", "--layers", "4", "--page", "4", "--heads", "2", "--dim", "16"]
 LW, POOL = "layer_separate:block_first:NHD", "fully_contiguous:universal"
 
@@ -84,12 +82,9 @@ def test_wrong_usage_is_refused(capsys: pytest.CaptureFixture[str], options: lis
     ],
 )
 def test_errors_say_why(capsys: pytest.CaptureFixture[str], options: list[str], reason: str) -> None:
-    if reason in {"LayoutError", "float7", "exclude each other", "sideways"} and not hasattr(kf, "plan"):
-        pytest.skip("this build has no kf.plan")
     assert reason in refused(capsys, *options)
 
 
-@planned
 def test_the_screen_is_the_plans_own(capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--src", LW, "--dst", POOL, *SMALL, "--src-ids", "3,5", "--dst-ids", "0-1"]
     assert main(["explain", *options]) == 0
@@ -98,7 +93,6 @@ def test_the_screen_is_the_plans_own(capsys: pytest.CaptureFixture[str]) -> None
     assert screen.rstrip("\n") == explained(capsys, *options)["explain"].rstrip("\n")
 
 
-@planned
 def test_counts_are_those_of_real_layouts(capsys: pytest.CaptureFixture[str]) -> None:
     facts = explained(
         capsys,
@@ -127,7 +121,6 @@ def test_counts_are_those_of_real_layouts(capsys: pytest.CaptureFixture[str]) ->
     assert (facts["transforms"], facts["engine"]) == (plan.transforms, "host")
 
 
-@planned
 def test_one_ranks_heads_into_a_pool_of_all(capsys: pytest.CaptureFixture[str]) -> None:
     whole = explained(capsys, "--src", LW, "--dst", POOL, *SMALL)
     share = explained(capsys, "--src", LW, "--dst", POOL, *SMALL, "--tp", "1/2")
@@ -137,14 +130,12 @@ def test_one_ranks_heads_into_a_pool_of_all(capsys: pytest.CaptureFixture[str]) 
     assert back["bytes"] == share["bytes"]
 
 
-@planned
 def test_nothing_is_allocated(capsys: pytest.CaptureFixture[str]) -> None:
     huge = ["--blocks", "4000000", "--layers", "80"]
     facts = explained(capsys, "--src", LW, "--dst", POOL, *huge, "--src-ids", "3999999", "--dst-ids", "7")
     assert facts["blocks"] == 1
 
 
-@planned
 def test_descriptors_inline_from_a_file_and_from_standard_input(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -157,7 +148,6 @@ def test_descriptors_inline_from_a_file_and_from_standard_input(
     assert explained(capsys, "--src", src, "--dst", POOL, *SMALL) == expected
 
 
-@planned
 @pytest.mark.parametrize(
     ("options", "error"),
     [
@@ -177,7 +167,6 @@ def test_refused_transfers_say_why(
     assert error in refused(capsys, "--src", LW, "--dst", POOL, *SMALL, *options)
 
 
-@planned
 @pytest.mark.parametrize("text", ["{", "{}", '{"version": 99}', "[" * 10000, '{"version": 1, "kind": 3}'])
 def test_hostile_descriptors(capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str) -> None:
     path = tmp_path / "hostile.json"
@@ -185,23 +174,20 @@ def test_hostile_descriptors(capsys: pytest.CaptureFixture[str], tmp_path: Path,
     assert "Error" in refused(capsys, "--src", str(path), "--dst", POOL)
 
 
-@planned
 def test_binary_files_and_folders(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "binary").write_bytes(bytes(range(256)))
     refused(capsys, "--src", str(tmp_path / "binary"), "--dst", POOL)
     refused(capsys, "--src", str(tmp_path), "--dst", POOL)
 
 
-@planned
 @pytest.mark.parametrize("kind", ["fully_contiguous", "layer_separate", "split_kv", "block_pool"])
 def test_every_kind(capsys: pytest.CaptureFixture[str], kind: str) -> None:
     assert explained(capsys, "--src", kind, "--dst", f"{kind}:HND", *SMALL)["bytes"] == 4 * 2 * 4 * 2 * 16 * 2
 
 
-@planned
 def test_memories_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--src", LW, "--dst", POOL, *SMALL, "--src-memory", "device:0", "--dst-memory", "pinned"]
     code = main(["explain", *options])
     printed = capsys.readouterr()
     assert code in {0, 2}
-    assert "device" in printed.out + printed.err or "GPU" in printed.out + printed.err
+    assert "d2h" in printed.out + printed.err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 
@@ -30,9 +31,7 @@ def test_ordered_hands_bytes_on_without_naming_jobs() -> None:
     stations = [kf.PhysicalLayout.fully_contiguous(config(), kf.system()) for _ in range(6)]
     with kf.TransferContext(threads=2, ordered=True) as ctx:
         jobs = [ctx.transfer(first, stations[0], range(64), range(64))]
-        jobs += [
-            ctx.transfer(a, b, range(64), range(64)) for a, b in zip(stations, stations[1:], strict=False)
-        ]
+        jobs += [ctx.transfer(a, b, range(64), range(64)) for a, b in itertools.pairwise(stations)]
         jobs[-1].wait(60)
         assert all(job.done() for job in jobs)
     stations[-1].verify_pattern(1)

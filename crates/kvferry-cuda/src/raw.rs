@@ -108,7 +108,8 @@ fn find_library() -> Result<()> {
     }
     // The candidates are one library under many versions: two of them tell the reader which.
     let names = cudarc::get_lib_name_candidates("cuda");
-    let shown: Vec<&str> = ["libcuda.so", "libcuda.so.1"].into_iter().filter(|&n| names.iter().any(|c| c == n)).collect();
+    let shown: Vec<&str> =
+        ["libcuda.so", "libcuda.so.1"].into_iter().filter(|&n| names.iter().any(|c| c == n)).collect();
     Err(CudaError::DriverNotFound { looked_for: shown.join(", ") })
 }
 

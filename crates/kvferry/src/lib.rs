@@ -48,3 +48,8 @@ pub use transfer::{
     plan_layouts,
 };
 pub use verify::{GuardBreach, Mismatch};
+
+/// The README's Rust, compiled and run.
+#[cfg(doctest)]
+#[doc = include_str!("../../../README.md")]
+struct Readme;

@@ -53,8 +53,7 @@ def _transfers(facts: Facts) -> Iterator[Verdict]:
         if tried.worked:
             yield Verdict("gpu", "works", what, f"tried, by the {tried.detail} engine")
         else:
-            do = "this version moves host memory only" if "nsupported" in tried.detail else ""
-            yield Verdict("gpu", "no", what, tried.detail, do)
+            yield Verdict("gpu", "no", what, tried.detail)
     yield from _kernels(facts)
 
 

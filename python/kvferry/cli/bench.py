@@ -39,7 +39,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         dest="selection",
         action="store_const",
         const="full",
-        help="all runs and sizes: some minutes",
+        help="all runs and sizes: about 15 minutes",
     )
     transfer.set_defaults(selection="default")
     transfer.add_argument(

@@ -20,9 +20,6 @@ ORDERS = ("NHD", "HND", "universal")
 BLOCK_DIMS = ("block_first", "outer_first")
 MAX_IDS = 1 << 20
 
-# Typed loosely while _core.pyi lacks them.
-_kf: Any = kf
-
 _SHAPE: dict[str, tuple[int | str, str]] = {
     "blocks": (64, "blocks of each layout"),
     "layers": (32, "layers"),
@@ -90,7 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
         _refuse_idle_flags(arguments)
         src = _descriptor(arguments.src, arguments, destination=False)
         dst = _descriptor(arguments.dst, arguments, destination=True)
-        plan: kf.TransferPlan = _kf.plan(
+        plan: kf.TransferPlan = kf.plan(
             src,
             dst,
             arguments.src_ids,
@@ -109,7 +106,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(_as_json(plan, src, dst), indent=2))
     else:
-        print(plan.explain())
+        print(plan.explain().rstrip("\n"))
     return 0
 
 
@@ -147,8 +144,8 @@ def _descriptor(given: str, arguments: argparse.Namespace, *, destination: bool)
     return path.read_text()
 
 
-def _of_kind(kind: str, words: Sequence[str], config: kf.LayoutConfig) -> str:
-    options: dict[str, str] = {}
+def _of_kind(kind: Any, words: Sequence[str], config: kf.LayoutConfig) -> str:
+    options: dict[str, Any] = {}
     for word in words:
         name = "order" if word in ORDERS else "block_dim" if word in BLOCK_DIMS else ""
         if not name:
@@ -158,8 +155,7 @@ def _of_kind(kind: str, words: Sequence[str], config: kf.LayoutConfig) -> str:
         if name in options:
             raise ValueError(f"{options[name]} and {word} exclude each other")
         options[name] = word
-    described: str = _kf.describe(kind, config, **options)
-    return described
+    return kf.describe(kind, config, **options)
 
 
 def _config(arguments: argparse.Namespace, *, destination: bool) -> kf.LayoutConfig:
