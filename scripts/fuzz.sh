@@ -44,8 +44,8 @@ fuzz_one() {
         *) options+=(-max_len=512 -len_control=0) ;;
     esac
     if [[ -f $dictionary ]]; then options+=(-dict="$dictionary"); fi
-    # Built once: sources may change meanwhile.
-    "$binaries/$target" "${options[@]}" "${corpora[@]}" >"fuzz/logs/$target.log" 2>&1
+    # Not through cargo, which would build again where sources changed meanwhile.
+    exec "$binaries/$target" "${options[@]}" "${corpora[@]}" >"fuzz/logs/$target.log" 2>&1
 }
 
 # One line from a log: executions, rate, edges covered, seconds.
@@ -59,6 +59,9 @@ summary() {
     printf '%-13s %-5s %10s executions  %7s exec/s  %5s edges  %4s s\n' \
         "$target" "$verdict" "${units:-?}" "${rate:-?}" "${edges:-?}" "${took:-?}"
 }
+
+# Background jobs ignore an interrupt of their own.
+trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
 
 failed=0
 for ((at = 0; at < ${#targets[@]}; at += 2)); do

@@ -24,5 +24,5 @@ pub use copy::{CopyHint, CopyNest, Loop, MAX_LOOPS, NestError, copy_bytes, copy_
 pub use doorbell::Doorbell;
 pub use fork::{ForkError, ForkGuard};
 pub use memory::{HostBuffer, HostMemoryError, HostOptions, HugePages};
-pub use region::{HostRegion, Owner, RegionError};
+pub use region::{Copier, HostRegion, Owner, RegionError};
 pub use wait::Event;

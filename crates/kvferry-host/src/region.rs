@@ -2,10 +2,13 @@
 
 use std::any::Any;
 use std::fmt;
+use std::marker::PhantomData;
 use std::ops::Range;
 use std::sync::Arc;
 
-use crate::copy::{CopyHint, CopyNest, NestError, copy_bytes, copy_nest, fill_bytes};
+use crate::copy::{
+    CopyHint, CopyNest, NestError, copy_bytes, copy_nest, copy_nest_unfenced, fence, fill_bytes,
+};
 use crate::memory::HostBuffer;
 
 /// Keeps memory alive for as long as a region of it exists.
@@ -182,6 +185,22 @@ impl HostRegion {
         unsafe { copy_nest(from.as_ptr(), into, nest, 0..nest.num_runs(), CopyHint::Temporal) };
         Ok(())
     }
+}
+
+/// Copies between regions. Streaming stores are fenced once, when the copier is dropped: other threads may be told about
+/// the bytes only after that. A copier stays on its thread, as its stores do.
+#[derive(Debug)]
+pub struct Copier {
+    hint: CopyHint,
+    // A fence orders the stores of the thread that executes it: not Send.
+    thread: PhantomData<*const ()>,
+}
+
+impl Copier {
+    /// A copier that writes through or around the caches.
+    pub fn new(hint: CopyHint) -> Copier {
+        Copier { hint, thread: PhantomData }
+    }
 
     /// Carries out runs `range` of `nest`, from `src_offset` in `src` to `dst_offset` in `dst`.
     ///
@@ -189,23 +208,33 @@ impl HostRegion {
     ///
     /// # Errors
     /// A nest that reaches outside either region, or a read-only destination. Nothing is copied then.
-    pub fn copy_nest(
-        src: &HostRegion,
-        src_offset: u64,
-        dst: &HostRegion,
-        dst_offset: u64,
+    #[inline]
+    pub fn nest(
+        &mut self,
+        (src, src_offset): (&HostRegion, u64),
+        (dst, dst_offset): (&HostRegion, u64),
         nest: &CopyNest,
         range: Range<u64>,
-        hint: CopyHint,
     ) -> Result<(), RegionError> {
         dst.may_write()?;
-        src.reaches(src_offset, nest.src_extent())?;
-        dst.reaches(dst_offset, nest.dst_extent())?;
+        let (first, end) = nest.src_extent();
+        src.inside(i128::from(src_offset) + i128::from(first), i128::from(src_offset) + i128::from(end))?;
+        let (first, end) = nest.dst_extent();
+        dst.inside(i128::from(dst_offset) + i128::from(first), i128::from(dst_offset) + i128::from(end))?;
         let (from, to) = ((src.addr + src_offset) as *const u8, (dst.addr + dst_offset) as *mut u8);
         // SAFETY: every byte the nest can touch is inside both regions (checked above), which their owners keep
-        // mapped for the call; the destination is writable; no alignment is needed; runs of a plan do not overlap.
-        unsafe { copy_nest(from, to, nest, range, hint) };
+        // mapped for the call; the destination is writable; no alignment is needed; runs of a plan do not overlap. The
+        // fence follows on this thread when the copier is dropped.
+        unsafe { copy_nest_unfenced(from, to, nest, range, self.hint) };
         Ok(())
+    }
+}
+
+impl Drop for Copier {
+    fn drop(&mut self) {
+        if self.hint == CopyHint::NonTemporal {
+            fence();
+        }
     }
 }
 
@@ -255,7 +284,7 @@ mod tests {
         src.fill(0, 64, 1).unwrap();
         dst.fill(0, 48, 9).unwrap();
         let nest = CopyNest::new(16, &[Loop { count: 4, src_stride: 16, dst_stride: 16 }]).unwrap();
-        let err = HostRegion::copy_nest(&src, 0, &dst, 0, &nest, 0..4, CopyHint::Temporal);
+        let err = Copier::new(CopyHint::Temporal).nest((&src, 0), (&dst, 0), &nest, 0..4);
         assert_eq!(err, Err(RegionError::Bounds { start: 0, end: 64, len: 48 }));
         let mut out = [0; 48];
         dst.read(0, &mut out).unwrap();

@@ -7,7 +7,7 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use kvferry::host::{CopyHint, CopyNest, HostBuffer, HostOptions, HostRegion};
+use kvferry::host::{Copier, CopyHint, CopyNest, HostBuffer, HostOptions, HostRegion};
 use kvferry::{
     BlockDim, BlockId, Dtype, KvOrder, Layout, LayoutConfig, LayoutKind, MemoryKind, PhysicalLayout,
     TransferContext, TransferOptions,
@@ -96,7 +96,7 @@ impl Flat {
         let share = self.src.len() / threads;
         let nest = CopyNest::new(share as usize, &[])?;
         let copy =
-            |at: u64| HostRegion::copy_nest(&self.src, at, &self.dst, at, &nest, 0..1, CopyHint::Temporal);
+            |at: u64| Copier::new(CopyHint::Temporal).nest((&self.src, at), (&self.dst, at), &nest, 0..1);
         let start = Instant::now();
         std::thread::scope(|scope| {
             let others: Vec<_> = (1..threads).map(|part| scope.spawn(move || copy(part * share))).collect();

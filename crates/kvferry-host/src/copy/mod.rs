@@ -13,7 +13,9 @@ mod nest;
 mod row;
 mod stream;
 
+pub(crate) use nest::copy_nest_unfenced;
 pub use nest::{CopyNest, Loop, MAX_LOOPS, NestError, copy_nest};
+pub(crate) use stream::fence;
 
 /// Whether the destination should pass through the caches.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]

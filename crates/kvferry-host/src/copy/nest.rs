@@ -138,6 +138,25 @@ fn widen((low, high): (i64, i64), count: u64, stride: i64) -> Option<(i64, i64)>
 /// else may write the sources or access the destinations during the call. Disjoint ranges may run in parallel. No
 /// alignment is needed.
 pub unsafe fn copy_nest(src: *const u8, dst: *mut u8, nest: &CopyNest, range: Range<u64>, hint: CopyHint) {
+    // SAFETY: the caller's contract, word for word.
+    unsafe { copy_nest_unfenced(src, dst, nest, range, hint) };
+    if hint == CopyHint::NonTemporal {
+        stream::fence();
+    }
+}
+
+/// As [`copy_nest`], without the fence: until [`stream::fence`], other threads must not be told about the data. Many
+/// small nests in a row share one fence, which waits for all stores before it.
+///
+/// # Safety
+/// As [`copy_nest`].
+pub(crate) unsafe fn copy_nest_unfenced(
+    src: *const u8,
+    dst: *mut u8,
+    nest: &CopyNest,
+    range: Range<u64>,
+    hint: CopyHint,
+) {
     let end = range.end.min(nest.num_runs);
     let Some(mut left) = end.checked_sub(range.start).filter(|&runs| runs > 0) else {
         return;
@@ -179,9 +198,6 @@ pub unsafe fn copy_nest(src: *const u8, dst: *mut u8, nest: &CopyNest, range: Ra
             walk.rewind(*digit - 1, step);
             *digit = 0;
         }
-    }
-    if hint == CopyHint::NonTemporal {
-        stream::fence();
     }
 }
 

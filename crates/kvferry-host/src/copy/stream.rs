@@ -47,7 +47,7 @@ pub(super) unsafe fn copy(src: *const u8, dst: *mut u8, len: usize) {
 
 /// Orders all streaming stores of this thread before its later stores.
 #[inline]
-pub(super) fn fence() {
+pub(crate) fn fence() {
     #[cfg(target_arch = "x86_64")]
     // SAFETY: needs SSE, which belongs to every x86-64; a fence accesses no memory.
     unsafe {

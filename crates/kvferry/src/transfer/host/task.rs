@@ -1,7 +1,10 @@
 //! One task, carried out with the host border's bounds-checked copies.
 
-use kvferry_host::{CopyHint, CopyNest, HostRegion, Loop as NestLoop, NestError, RegionError};
-use kvferry_layout::{CopyPlan, Loop, Place, Segment, step};
+use std::ops::Range;
+use std::sync::Arc;
+
+use kvferry_host::{Copier, CopyHint, CopyNest, Loop as NestLoop, NestError, RegionError};
+use kvferry_layout::{CopyPlan, Loop, Place, step};
 
 use super::split::{Split, Task};
 use crate::error::{Error, Result};
@@ -10,8 +13,8 @@ use crate::physical::PhysicalLayout;
 /// What a job copies, shared by the threads that copy it.
 pub(crate) struct Work {
     pub(crate) plan: CopyPlan,
-    pub(crate) src: std::sync::Arc<PhysicalLayout>,
-    pub(crate) dst: std::sync::Arc<PhysicalLayout>,
+    pub(crate) src: Arc<PhysicalLayout>,
+    pub(crate) dst: Arc<PhysicalLayout>,
     pub(crate) split: Split,
     pub(crate) hint: CopyHint,
 }
@@ -20,20 +23,11 @@ impl Work {
     pub(crate) fn run(&self, task: Task) -> Result<()> {
         #[cfg(test)]
         super::fault::strike(self, task)?;
+        // One fence for the whole task, when this goes: a fence per block would stall every small one.
+        let mut copier = Copier::new(self.hint);
         match task {
-            Task::Blocks { first, end } => {
-                let segments = self.plan.segments();
-                let mut at = segments.partition_point(|s| s.before + s.count <= first);
-                let mut block = first;
-                while block < end {
-                    let segment = &segments[at];
-                    let stop = end.min(segment.before + segment.count);
-                    self.blocks(segment, block - segment.before, stop - block)?;
-                    (block, at) = (stop, at + 1);
-                }
-                Ok(())
-            }
-            Task::Units { block, first, end } => self.units(block, first, end),
+            Task::Blocks { first, end } => self.blocks(&mut copier, first, end),
+            Task::Units { block, first, end } => self.units(&mut copier, block, first, end),
         }
     }
 
@@ -56,18 +50,32 @@ impl Work {
         segments[at].dst + (block - segments[at].before)
     }
 
-    /// `count` joined blocks of a segment, from its block `skip` on.
-    fn blocks(&self, segment: &Segment, skip: u32, count: u32) -> Result<()> {
+    /// Blocks `first..end`, in joined pieces.
+    fn blocks(&self, copier: &mut Copier, first: u32, end: u32) -> Result<()> {
         let pair = self.plan.pair();
-        let (src, dst) = (pair.src_place(segment.src + skip), pair.dst_place(segment.dst + skip));
-        let run = pair.run_bytes() * u64::from(count);
+        let segments = self.plan.segments();
         let (outer, inner) = split_loops(pair.loops());
-        let nest = nest(run, inner)?;
-        self.nests(outer, src, dst, &nest, 0, u64::MAX)
+        // Neighbours in the list are mostly joined alike: one nest serves them all.
+        let (mut joined, mut lowered) = (1, nest(pair.run_bytes(), inner)?);
+        let mut at = segments.partition_point(|s| s.before + s.count <= first);
+        let mut block = first;
+        while block < end {
+            let segment = &segments[at];
+            let skip = block - segment.before;
+            let stop = end.min(segment.before + segment.count);
+            if stop - block != joined {
+                joined = stop - block;
+                lowered = nest(pair.run_bytes() * u64::from(joined), inner)?;
+            }
+            let (src, dst) = (pair.src_place(segment.src + skip), pair.dst_place(segment.dst + skip));
+            self.nests(copier, outer, src, dst, &lowered, 0, u64::MAX)?;
+            (block, at) = (stop, at + 1);
+        }
+        Ok(())
     }
 
     /// Units `first..end` of one block, whose runs may be cut into equal pieces (the last one shorter).
-    fn units(&self, block: u32, first: u64, end: u64) -> Result<()> {
+    fn units(&self, copier: &mut Copier, block: u32, first: u64, end: u64) -> Result<()> {
         let pair = self.plan.pair();
         let segments = self.plan.segments();
         let at = segments.partition_point(|s| s.before + s.count <= block);
@@ -76,7 +84,7 @@ impl Work {
         let (outer, inner) = split_loops(pair.loops());
         let (per_run, unit) = (self.split.units_per_run(), self.split.unit_bytes());
         if per_run == 1 {
-            return self.nests(outer, src, dst, &nest(pair.run_bytes(), inner)?, first, end);
+            return self.nests(copier, outer, src, dst, &nest(pair.run_bytes(), inner)?, first, end);
         }
         // Long runs: a task is a few pieces; each is one flat copy.
         for index in first..end {
@@ -86,14 +94,16 @@ impl Work {
             let (mut s, mut d) = step(pair.loops(), run, src, dst);
             s.offset += start;
             d.offset += start;
-            self.copy(s, d, &nest(bytes, &[])?, 0, 1)?;
+            self.copy(copier, s, d, &nest(bytes, &[])?, 0..1)?;
         }
         Ok(())
     }
 
     /// Runs `first..end` of the flattened `outer` × `nest` loops.
+    #[expect(clippy::too_many_arguments, reason = "two places, two loop levels and a range")]
     fn nests(
         &self,
+        copier: &mut Copier,
         outer: &[Loop],
         src: Place,
         dst: Place,
@@ -109,16 +119,23 @@ impl Work {
             let (index, from) = (at / inner, at % inner);
             let to = inner.min(from + (end - at));
             let (s, d) = step(outer, index, src, dst);
-            self.copy(s, d, nest, from, to)?;
+            self.copy(copier, s, d, nest, from..to)?;
             at += to - from;
         }
         Ok(())
     }
 
-    fn copy(&self, src: Place, dst: Place, nest: &CopyNest, from: u64, to: u64) -> Result<()> {
-        let source: &HostRegion = self.src.host_region(src.region as usize)?;
-        let target: &HostRegion = self.dst.host_region(dst.region as usize)?;
-        HostRegion::copy_nest(source, src.offset, target, dst.offset, nest, from..to, self.hint)?;
+    fn copy(
+        &self,
+        copier: &mut Copier,
+        src: Place,
+        dst: Place,
+        nest: &CopyNest,
+        runs: Range<u64>,
+    ) -> Result<()> {
+        let source = self.src.host_region(src.region as usize)?;
+        let target = self.dst.host_region(dst.region as usize)?;
+        copier.nest((source, src.offset), (target, dst.offset), nest, runs)?;
         Ok(())
     }
 }
