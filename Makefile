@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 DEMO_CUDA := $(if $(wildcard /dev/nvidia0 /proc/driver/nvidia/version),auto,off)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check soak fmt clean
+.PHONY: help demo test check bench soak fuzz fmt clean
 
 help: ## list the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -27,8 +27,14 @@ test: ## every rung of the test ladder that this machine can climb; what CI runs
 check: ## the inner loop: format, lints, Rust and Python tests, no CUDA compiler
 	@$(PYTHON) scripts/rungs.py check
 
+bench: ## the host engine against memcpy and NumPy, and what planning costs (a quiet machine, please)
+	@$(PYTHON) scripts/rungs.py bench
+
 soak: ## the long runs: a million jobs, big property-test counts
 	@$(PYTHON) scripts/rungs.py soak
+
+fuzz: ## everything that reads hostile input, FUZZ_SECONDS (60) per target
+	@scripts/fuzz.sh $(or $(FUZZ_SECONDS),60)
 
 fmt: ## format everything
 	cargo fmt --all

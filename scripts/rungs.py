@@ -1,6 +1,6 @@
 """Climbs the test ladder: runs each rung, streams its output, and prints one line per rung at the end.
 
-Usage: rungs.py test|check|soak|tools. Needs only a Python 3.11 with venv and pip; sets up everything else
+Usage: rungs.py test|check|bench|soak|tools. Needs only Python 3.11 with venv and pip; sets up everything else
 under the repository (.venv, .nvcc, target, dist).
 """
 
@@ -156,6 +156,15 @@ def soak_rungs() -> Iterator[Rung]:
     )
 
 
+def bench_rungs() -> Iterator[Rung]:
+    """Speed, not correctness, though every cell is checked."""
+    off = {"KVFERRY_CUDA": "off"}
+    for example in ("host_bandwidth", "plan_cost", "verify_speed"):
+        run = ["cargo", "run", "--release", "-q", "-p", "kvferry", "--example", example]
+        yield Rung(f"bench {example}", [run], off)
+    yield Rung("bench transfer", [[venv_bin(VENV, "kvferry"), "bench", "transfer"]])
+
+
 def resolve(command: list[str]) -> list[str]:
     """Replaces @sdist and @wheel by what was built."""
     found = {"@sdist": "*.tar.gz", "@wheel": "*.whl"}
@@ -211,6 +220,8 @@ def plan(name: str) -> list[Rung]:
             return [tools]
         case "check":
             return [tools, *rust_rungs(), wheel_rung(kernels=False), *python_rungs()]
+        case "bench":
+            return [tools, wheel_rung(kernels=False), *bench_rungs()]
         case "soak":
             return [tools, *soak_rungs()]
         case _:

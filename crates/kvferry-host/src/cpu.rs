@@ -2,13 +2,9 @@
 
 use std::path::Path;
 
-/// CPUs the calling thread may run on (its affinity mask), at least 1. A container's CPU quota is not in the mask.
+/// CPUs this process may use at once: its affinity, and its cgroup's quota. At least 1.
 pub fn usable_cpus() -> usize {
-    match rustix::thread::sched_getaffinity(None) {
-        Ok(set) => (set.count() as usize).max(1),
-        // More CPUs than the fixed mask of the call has bits, or the call is filtered.
-        Err(_) => std::thread::available_parallelism().map_or(1, usize::from),
-    }
+    std::thread::available_parallelism().map_or(1, std::num::NonZero::get)
 }
 
 /// Memory nodes that are online, at least 1 (a kernel without NUMA support has no list).
