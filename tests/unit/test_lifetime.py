@@ -316,6 +316,8 @@ for _ in range(50):
 pending, route = jobs[-1], ctx.route(src, dst)
 done = ctx.transfer(src, dst, [0], [0]); done.wait()
 assert not pending.done()
+import warnings
+warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 says what we test
 child = os.fork()
 if child == 0:
     async def wait_for(job):
@@ -366,6 +368,8 @@ print("parent fine")
             SETUP
             + """
 jobs = [ctx.transfer(src, dst, ids, ids) for _ in range(5)]
+import warnings
+warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 says what we test
 child = os.fork()
 if child == 0:
     sys.exit(0)

@@ -7,7 +7,7 @@
 use std::time::Instant;
 
 use kvferry_host::copy::{CopyHint, CopyNest, Loop, copy_bytes, copy_nest};
-use kvferry_host::{HostBuffer, HostOptions, HugePages, cpu};
+use kvferry_host::{HostBuffer, HostOptions, cpu, memory_nodes};
 
 const PASSES: usize = 5;
 
@@ -17,10 +17,10 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     println!(
         "cpus {} nodes {} features {}",
         cpu::usable_cpus(),
-        cpu::numa_nodes(),
+        memory_nodes().map_or(1, |nodes| nodes.len()),
         cpu::features().join(" ")
     );
-    let options = HostOptions { huge_pages: HugePages::Auto, first_touch_threads: 2 };
+    let options = HostOptions { first_touch_threads: 2, ..HostOptions::default() };
     let (src, dst) = (HostBuffer::new(bytes, options)?, HostBuffer::new(bytes, options)?);
 
     println!("{mib} MiB, GB/s            1 thread          2 threads");

@@ -2,13 +2,13 @@
 //!
 //! | module | what it owns |
 //! |---|---|
-//! | [`memory`] | anonymous page-aligned memory, first touch, byte views of raw addresses |
+//! | [`memory`] | anonymous page-aligned memory: huge pages, memory nodes, first touch |
 //! | [`copy`] | the copy primitives under the host engine: strided loop nests, streaming stores, fills |
 //! | [`region`] | memory with an owner, and the bounds-checked door to copies for safe code |
 //! | [`wait`] | a one-shot completion word that spins briefly and then sleeps |
 //! | [`Doorbell`] | a descriptor that becomes readable at a completion, for event loops |
 //! | [`fork`] | detection of a forked child in one atomic load |
-//! | [`cpu`] | usable CPUs, memory nodes, CPU features |
+//! | [`cpu`] | usable CPUs, CPU features |
 //!
 //! Unsafe code lives here so that the crates above need none for host memory. Nothing here knows CUDA or Python.
 
@@ -23,6 +23,6 @@ pub mod wait;
 pub use copy::{CopyHint, CopyNest, Loop, MAX_LOOPS, NestError, copy_bytes, copy_nest, fill_bytes};
 pub use doorbell::Doorbell;
 pub use fork::{ForkError, ForkGuard};
-pub use memory::{HostBuffer, HostMemoryError, HostOptions, HugePages};
+pub use memory::{HostBuffer, HostMemoryError, HostOptions, HugePages, NumaPolicy, memory_nodes};
 pub use region::{Copier, HostRegion, Owner, RegionError};
 pub use wait::Event;

@@ -7,7 +7,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use crate::copy::{
-    CopyHint, CopyNest, NestError, copy_bytes, copy_nest, copy_nest_unfenced, fence, fill_bytes,
+    CopyHint, CopyNest, NestError, copy_bytes, copy_nest, copy_nest_unfenced, fence, fill_bytes, move_nest,
 };
 use crate::memory::HostBuffer;
 
@@ -204,7 +204,8 @@ impl Copier {
 
     /// Carries out runs `range` of `nest`, from `src_offset` in `src` to `dst_offset` in `dst`.
     ///
-    /// The bytes read and written must not overlap; the planner guarantees it for the runs of a plan.
+    /// Where the two extents meet (a plan between interleaved views, or a caller's mistake) runs are moved one after
+    /// another as by `memmove`: slower, and with overlapping bytes the outcome depends on their order, but no more.
     ///
     /// # Errors
     /// A nest that reaches outside either region, or a read-only destination. Nothing is copied then.
@@ -217,15 +218,24 @@ impl Copier {
         range: Range<u64>,
     ) -> Result<(), RegionError> {
         dst.may_write()?;
-        let (first, end) = nest.src_extent();
-        src.inside(i128::from(src_offset) + i128::from(first), i128::from(src_offset) + i128::from(end))?;
-        let (first, end) = nest.dst_extent();
-        dst.inside(i128::from(dst_offset) + i128::from(first), i128::from(dst_offset) + i128::from(end))?;
+        let (read, written) = (nest.src_extent(), nest.dst_extent());
+        src.reaches(src_offset, read)?;
+        dst.reaches(dst_offset, written)?;
         let (from, to) = ((src.addr + src_offset) as *const u8, (dst.addr + dst_offset) as *mut u8);
-        // SAFETY: every byte the nest can touch is inside both regions (checked above), which their owners keep
-        // mapped for the call; the destination is writable; no alignment is needed; runs of a plan do not overlap. The
-        // fence follows on this thread when the copier is dropped.
-        unsafe { copy_nest_unfenced(from, to, nest, range, self.hint) };
+        // Both extents lie in regions, so their ends are addresses.
+        let ends = |base: u64, (first, end): (i64, i64)| {
+            (base.wrapping_add_signed(first), base.wrapping_add_signed(end))
+        };
+        let (read, written) = (ends(src.addr + src_offset, read), ends(dst.addr + dst_offset, written));
+        if read.0 < written.1 && written.0 < read.1 {
+            // SAFETY: as below, and overlap is allowed.
+            unsafe { move_nest(from, to, nest, range) };
+        } else {
+            // SAFETY: every byte the nest can touch is inside both regions (checked above), which their owners keep
+            // mapped for the call; the destination is writable; no alignment is needed; the extents are apart. The
+            // fence follows on this thread when the copier is dropped.
+            unsafe { copy_nest_unfenced(from, to, nest, range, self.hint) };
+        }
         Ok(())
     }
 }
@@ -289,6 +299,28 @@ mod tests {
         let mut out = [0; 48];
         dst.read(0, &mut out).unwrap();
         assert_eq!(out, [9; 48]);
+    }
+
+    #[test]
+    fn extents_that_meet_are_moved_not_copied() {
+        let r = region(64);
+        let bytes: Vec<u8> = (0..64).collect();
+        r.write(0, &bytes).unwrap();
+        let mut out = [0; 64];
+        for hint in [CopyHint::Temporal, CopyHint::NonTemporal] {
+            // One run onto itself, three bytes on.
+            r.write(0, &bytes).unwrap();
+            let run = CopyNest::new(32, &[]).unwrap();
+            Copier::new(hint).nest((&r, 0), (&r, 3), &run, 0..1).unwrap();
+            r.read(0, &mut out).unwrap();
+            assert_eq!((&out[3..35], &out[35..]), (&bytes[..32], &bytes[35..]));
+            // Rows that interleave share no byte.
+            r.write(0, &bytes).unwrap();
+            let rows = CopyNest::new(4, &[Loop { count: 8, src_stride: 8, dst_stride: 8 }]).unwrap();
+            Copier::new(hint).nest((&r, 0), (&r, 4), &rows, 0..8).unwrap();
+            r.read(0, &mut out).unwrap();
+            assert!(out.chunks(8).zip(bytes.chunks(8)).all(|(o, b)| o[..4] == b[..4] && o[4..] == b[..4]));
+        }
     }
 
     #[test]

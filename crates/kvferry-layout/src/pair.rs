@@ -232,13 +232,15 @@ impl PairPlan {
         self.same_memory_rule
     }
 
-    /// Where block `id` (of the finer page) begins on the source side.
+    /// Where block `id` (of the finer page) begins on the source side. Ids are those of a [`CopyPlan`](crate::CopyPlan),
+    /// which has checked them; one out of range gives no place of the layout, or overflows.
     #[inline]
     pub fn src_place(&self, id: u32) -> Place {
         offset(self.src.start(), self.src_step.place(id.into()))
     }
 
-    /// Where block `id` (of the finer page) begins on the destination side.
+    /// Where block `id` (of the finer page) begins on the destination side. Ids are those of a [`CopyPlan`](crate::CopyPlan),
+    /// which has checked them; one out of range gives no place of the layout, or overflows.
     #[inline]
     pub fn dst_place(&self, id: u32) -> Place {
         offset(self.dst.start(), self.dst_step.place(id.into()))

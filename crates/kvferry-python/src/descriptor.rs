@@ -74,7 +74,7 @@ pub(crate) fn plan(
     };
     let options = options.read(py)?;
     let (from, to) = both((&src, src_blocks), (&dst, dst_blocks))?;
-    let memory = |memory: Option<&Memory>| memory.map_or(MemoryKind::System, |memory| memory.0);
+    let memory = |memory: Option<&Memory>| memory.map_or(MemoryKind::System, |memory| memory.kind);
     let sides = ((&src, memory(src_memory)), (&dst, memory(dst_memory)));
     Ok(TransferPlan(
         py.detach(|| kvferry::plan_layouts(sides.0, sides.1, &from, &to, &options)).or_raise(py)?,

@@ -23,10 +23,10 @@ fn make(
     memory: &Memory,
     kind: LayoutKind,
 ) -> PyResult<PhysicalLayout> {
-    let (config, memory) = (config.0, memory.0);
+    let (config, Memory { kind: at, options }) = (config.0, *memory);
     let made = py.detach(|| {
         let layout = kvferry::Layout::of_kind(config, kind)?;
-        kvferry::PhysicalLayout::allocate(layout, memory)
+        kvferry::PhysicalLayout::allocate_with(layout, at, &options)
     });
     Ok(PhysicalLayout(made.or_raise(py)?))
 }
@@ -147,10 +147,10 @@ impl PhysicalLayout {
     /// Allocates memory for a layout given as JSON (see to_json). The text is validated as hostile input.
     #[staticmethod]
     fn from_json(py: Python<'_>, text: &str, memory: &Memory) -> PyResult<Self> {
-        let memory = memory.0;
+        let Memory { kind, options } = *memory;
         let made = py.detach(|| {
             let layout = kvferry::Layout::from_json(text)?;
-            kvferry::PhysicalLayout::allocate(layout, memory)
+            kvferry::PhysicalLayout::allocate_with(layout, kind, &options)
         });
         Ok(PhysicalLayout(made.or_raise(py)?))
     }
@@ -195,9 +195,10 @@ impl PhysicalLayout {
         self.0.layout().view().stride_order().into_iter().map(Axis::name).collect()
     }
 
+    /// Where it lies, with the options it was allocated with: system() for host memory that was wrapped.
     #[getter]
     fn memory(&self) -> Memory {
-        Memory(self.0.memory_kind())
+        Memory::of(&self.0)
     }
 
     #[getter]
@@ -447,7 +448,7 @@ impl Region {
     /// Where the bytes lie.
     #[getter]
     fn memory(&self) -> Memory {
-        Memory(self.layout.memory_kind())
+        Memory::of(&self.layout)
     }
 
     #[getter]

@@ -34,6 +34,7 @@ pub use build::{BuildInfo, build_info};
 pub use error::{Error, Result};
 pub use kvferry_cuda as cuda;
 pub use kvferry_host as host;
+pub use kvferry_host::{HostOptions, HugePages, NumaPolicy};
 pub use kvferry_layout as layout;
 pub use kvferry_layout::{
     Axis, BlockDim, BlockId, CopyPlan, Dtype, ForeignArray, KvOrder, Layout, LayoutConfig,

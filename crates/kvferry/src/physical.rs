@@ -4,7 +4,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use kvferry_host::HostRegion;
+use kvferry_host::{HostOptions, HostRegion};
 use kvferry_layout::{Layout, PairPlan, PairRequest, Part, RegionSpan, Transform};
 
 use crate::error::{Error, Result};
@@ -17,18 +17,50 @@ pub struct PhysicalLayout {
     kind: MemoryKind,
     regions: Vec<Region>,
     spans: Vec<RegionSpan>,
-    owned: bool,
+    /// How the memory was allocated; `None` when it is borrowed.
+    allocated: Option<HostOptions>,
     aliased: Option<(usize, usize)>,
 }
 
 impl PhysicalLayout {
     /// Allocates memory for `layout`, zeroed when it is host memory.
     ///
+    /// System memory is mapped and not touched: that takes microseconds for any size, and the first access to each page
+    /// pays for it (a first transfer into cold memory is about three times slower). [`HostOptions`] has the numbers.
+    ///
     /// # Errors
     /// No memory, no driver or no such GPU.
     pub fn allocate(layout: Layout, kind: MemoryKind) -> Result<Arc<PhysicalLayout>> {
-        let regions = allocate(&layout, kind)?;
-        PhysicalLayout::bind(layout, kind, regions, true)
+        PhysicalLayout::allocate_with(layout, kind, &HostOptions::default())
+    }
+
+    /// As [`allocate`](Self::allocate), with a choice of memory nodes, page size and first touch for system memory.
+    ///
+    /// ```
+    /// use kvferry::{Dtype, HostOptions, KvOrder, Layout, LayoutConfig, MemoryKind, NumaPolicy, PhysicalLayout};
+    ///
+    /// let cfg = LayoutConfig::builder()
+    ///     .num_blocks(8).num_layers(4).page_size(16).num_heads(2).head_dim(64).dtype(Dtype::BFloat16)
+    ///     .build()?;
+    /// let node = kvferry::host::memory_nodes().ok().and_then(|nodes| nodes.first().copied());
+    /// let numa = node.map_or(NumaPolicy::Default, NumaPolicy::Bind);
+    /// let options = HostOptions { numa, first_touch_threads: usize::MAX, ..HostOptions::default() };
+    /// let pool = Layout::fully_contiguous(cfg, KvOrder::Universal)?;
+    /// let pool = PhysicalLayout::allocate_with(pool, MemoryKind::System, &options)?;
+    /// assert_eq!(pool.host_options(), Some(&options));
+    /// # Ok::<(), kvferry::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`allocate`](Self::allocate); a memory node that this process cannot use, a system that places no memory
+    /// (nothing falls back silently); options other than the default for memory that is not [`MemoryKind::System`].
+    pub fn allocate_with(
+        layout: Layout,
+        kind: MemoryKind,
+        options: &HostOptions,
+    ) -> Result<Arc<PhysicalLayout>> {
+        let regions = allocate(&layout, kind, *options)?;
+        PhysicalLayout::bind(layout, kind, regions, Some(*options))
     }
 
     /// Binds `layout` to memory that somebody else owns; each region's owner keeps it alive.
@@ -40,14 +72,14 @@ impl PhysicalLayout {
         kind: MemoryKind,
         regions: Vec<Region>,
     ) -> Result<Arc<PhysicalLayout>> {
-        PhysicalLayout::bind(layout, kind, regions, false)
+        PhysicalLayout::bind(layout, kind, regions, None)
     }
 
     fn bind(
         layout: Layout,
         kind: MemoryKind,
         regions: Vec<Region>,
-        owned: bool,
+        allocated: Option<HostOptions>,
     ) -> Result<Arc<PhysicalLayout>> {
         static NEXT_ID: AtomicU64 = AtomicU64::new(0);
         if let Some((region, found)) = regions.iter().enumerate().find(|(_, region)| !region.is_of(kind)) {
@@ -56,9 +88,9 @@ impl PhysicalLayout {
         let spans: Vec<RegionSpan> = regions.iter().map(Region::span).collect();
         layout.check_regions(&spans)?;
         // Engines that share a layer's cache hand us one tensor twice: fine to read, ruinous to write.
-        let aliased = if owned { None } else { layout.aliased_regions(&spans) };
+        let aliased = if allocated.is_some() { None } else { layout.aliased_regions(&spans) };
         let id = NEXT_ID.fetch_add(1, Ordering::Relaxed);
-        Ok(Arc::new(PhysicalLayout { id, layout, kind, regions, spans, owned, aliased }))
+        Ok(Arc::new(PhysicalLayout { id, layout, kind, regions, spans, allocated, aliased }))
     }
 
     /// The same memory re-addressed in pages of `page_size` tokens: `id = parts · block + part`.
@@ -67,7 +99,7 @@ impl PhysicalLayout {
     /// `page_size` does not divide this layout's.
     pub fn with_page_size(&self, page_size: u64) -> Result<Arc<PhysicalLayout>> {
         let layout = self.layout.with_page_size(page_size)?;
-        PhysicalLayout::bind(layout, self.kind, self.regions.clone(), self.owned)
+        PhysicalLayout::bind(layout, self.kind, self.regions.clone(), self.allocated)
     }
 
     /// Number of this binding, unique in the process: a key for caches of plans.
@@ -87,7 +119,12 @@ impl PhysicalLayout {
 
     /// Whether kvferry allocated the memory.
     pub const fn is_owned(&self) -> bool {
-        self.owned
+        self.allocated.is_some()
+    }
+
+    /// What the memory was allocated with; `None` if kvferry did not allocate it.
+    pub const fn host_options(&self) -> Option<&HostOptions> {
+        self.allocated.as_ref()
     }
 
     /// The regions, in region-table order.

@@ -53,7 +53,8 @@ impl PinnedBuffer {
             // SAFETY: `base` is the start of a device-mapped allocation; flags must be 0.
             let alias = unsafe { raw::cuMemHostGetDevicePointer_v2(&mut device_addr, base, 0) };
             if let Err(error) = alias {
-                free(base);
+                // SAFETY: allocated above, with the same context still current, and given up here.
+                unsafe { free(base) };
                 return Err(error);
             }
             (base, device_addr)
@@ -97,7 +98,10 @@ impl PinnedBuffer {
 impl Drop for PinnedBuffer {
     fn drop(&mut self) {
         match (self.context.enter(), RelaxedCapture::enter()) {
-            (Ok(_current), Ok(_relaxed)) => free(self.base.as_ptr().cast()),
+            (Ok(_current), Ok(_relaxed)) => {
+                // SAFETY: our own allocation, freed once, with its context current.
+                unsafe { free(self.base.as_ptr().cast()) }
+            }
             (Err(error), _) | (_, Err(error)) => {
                 error.log_on_drop("entering a context to free pinned memory")
             }
@@ -105,10 +109,13 @@ impl Drop for PinnedBuffer {
     }
 }
 
-/// Frees what `cuMemHostAlloc` gave, with its context current; the caller gives the address up.
-fn free(base: *mut std::ffi::c_void) {
-    // SAFETY: both callers own the allocation, free it once, and hold its context current. The driver waits for work
-    // that still uses it; copies started elsewhere are the business of whoever kept only the address.
+/// Frees what `cuMemHostAlloc` gave. The driver waits for work that still uses it; copies started elsewhere are the
+/// business of whoever kept only the address.
+///
+/// # Safety
+/// `base` came from `cuMemHostAlloc`, is not used again, and its context is current.
+unsafe fn free(base: *mut std::ffi::c_void) {
+    // SAFETY: the caller's promise.
     if let Err(error) = unsafe { raw::cuMemFreeHost(base) } {
         error.log_on_drop("freeing pinned memory");
     }

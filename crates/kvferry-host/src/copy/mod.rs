@@ -13,7 +13,7 @@ mod nest;
 mod row;
 mod stream;
 
-pub(crate) use nest::copy_nest_unfenced;
+pub(crate) use nest::{copy_nest_unfenced, move_nest};
 pub use nest::{CopyNest, Loop, MAX_LOOPS, NestError, copy_nest};
 pub(crate) use stream::fence;
 

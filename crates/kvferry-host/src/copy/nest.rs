@@ -157,11 +157,29 @@ pub(crate) unsafe fn copy_nest_unfenced(
     range: Range<u64>,
     hint: CopyHint,
 ) {
+    // SAFETY: the caller's contract, word for word.
+    unsafe { walk(src, dst, nest, range, Rows::choose(nest.run_bytes, hint)) };
+}
+
+/// As [`copy_nest`], where source and destination bytes may be the same ones: each run is then moved as by `memmove`, one
+/// after another, and what a later run reads may have been written by an earlier one. Never streams, needs no fence.
+///
+/// # Safety
+/// As [`copy_nest`], but for overlap of source and destination.
+pub(crate) unsafe fn move_nest(src: *const u8, dst: *mut u8, nest: &CopyNest, range: Range<u64>) {
+    // SAFETY: the caller's contract; these rows need no disjointness.
+    unsafe { walk(src, dst, nest, range, Rows::overlapping()) };
+}
+
+/// Walks runs `range` of `nest`.
+///
+/// # Safety
+/// As [`copy_nest`]; `rows` says whether source and destination may overlap, and fits the nest's run length.
+unsafe fn walk(src: *const u8, dst: *mut u8, nest: &CopyNest, range: Range<u64>, rows: Rows) {
     let end = range.end.min(nest.num_runs);
     let Some(mut left) = end.checked_sub(range.start).filter(|&runs| runs > 0) else {
         return;
     };
-    let rows = Rows::choose(nest.run_bytes, hint);
     // A nest without loops is one row of one run.
     let single = Loop { count: 1, src_stride: 0, dst_stride: 0 };
     let (inner, outer) = match nest.loops().split_last() {

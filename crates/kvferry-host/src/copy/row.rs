@@ -35,11 +35,17 @@ impl Rows {
         Rows { copy }
     }
 
+    /// Rows of any length whose source and destination may overlap.
+    pub(super) const fn overlapping() -> Rows {
+        Rows { copy: moved }
+    }
+
     /// Copies `runs` runs of `run_bytes` bytes, `step` apart on each side (its count is not looked at).
     ///
     /// # Safety
     /// `run_bytes` is the one given to [`choose`](Self::choose), and every run must be readable at its source,
-    /// writable at its destination, and overlap no other run's destination.
+    /// writable at its destination, and overlap no other run's destination. Unless made by
+    /// [`overlapping`](Self::overlapping), a run's source does not overlap its destination.
     #[inline]
     pub(super) unsafe fn copy(self, src: *const u8, dst: *mut u8, runs: u64, step: &Loop, run_bytes: usize) {
         // SAFETY: the caller's promise is the one of every row function.
@@ -80,6 +86,16 @@ unsafe fn any(mut src: *const u8, mut dst: *mut u8, runs: u64, step: &Loop, run_
     for _ in 0..runs {
         // SAFETY: the caller vouches for both ranges of every run; bytes need no alignment.
         unsafe { std::ptr::copy_nonoverlapping(src, dst, run_bytes) };
+        src = src.wrapping_offset(step.src_stride as isize);
+        dst = dst.wrapping_offset(step.dst_stride as isize);
+    }
+}
+
+/// Runs of any length, each moved as if through a buffer.
+unsafe fn moved(mut src: *const u8, mut dst: *mut u8, runs: u64, step: &Loop, run_bytes: usize) {
+    for _ in 0..runs {
+        // SAFETY: the caller vouches for both ranges of every run; they may overlap, and bytes need no alignment.
+        unsafe { std::ptr::copy(src, dst, run_bytes) };
         src = src.wrapping_offset(step.src_stride as isize);
         dst = dst.wrapping_offset(step.dst_stride as isize);
     }

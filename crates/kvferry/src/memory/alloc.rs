@@ -15,7 +15,10 @@ const REGION_ALIGNMENT: u64 = 512;
 /// What every allocator we use guarantees for the base address.
 const BASE_ALIGNMENT: u64 = 512;
 
-pub(crate) fn allocate(layout: &Layout, kind: MemoryKind) -> Result<Vec<Region>> {
+pub(crate) fn allocate(layout: &Layout, kind: MemoryKind, options: HostOptions) -> Result<Vec<Region>> {
+    if kind != MemoryKind::System {
+        refuse_options(kind, options)?;
+    }
     let overflow = |what| Error::Layout(LayoutError::Overflow { what });
     let alignment = layout.config().alignment().max(REGION_ALIGNMENT);
     let region = layout.region_bytes();
@@ -34,7 +37,7 @@ pub(crate) fn allocate(layout: &Layout, kind: MemoryKind) -> Result<Vec<Region>>
     };
     match kind {
         MemoryKind::System => {
-            let whole = HostRegion::of_buffer(Arc::new(HostBuffer::new(len, HostOptions::default())?));
+            let whole = HostRegion::of_buffer(Arc::new(HostBuffer::new(len, options)?));
             starts(whole.addr()).map(|start| Ok(Region::Host(whole.part(start, region)?))).collect()
         }
         MemoryKind::Pinned => {
@@ -49,4 +52,20 @@ pub(crate) fn allocate(layout: &Layout, kind: MemoryKind) -> Result<Vec<Region>>
                 .collect())
         }
     }
+}
+
+/// The driver places pinned and device memory: what was asked of the system there is refused, not ignored.
+fn refuse_options(kind: MemoryKind, options: HostOptions) -> Result<()> {
+    let usual = HostOptions::default();
+    let HostOptions { huge_pages, numa, first_touch_threads } = options;
+    let (option, value) = if huge_pages != usual.huge_pages {
+        ("huge_pages", format!("{huge_pages:?}"))
+    } else if numa != usual.numa {
+        ("numa", format!("{numa:?}"))
+    } else if first_touch_threads != usual.first_touch_threads {
+        ("first_touch_threads", first_touch_threads.to_string())
+    } else {
+        return Ok(());
+    };
+    Err(Error::InvalidOption { option, expected: format!("left at its default for {kind} memory"), value })
 }

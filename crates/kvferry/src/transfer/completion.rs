@@ -40,7 +40,7 @@ pub struct TransferFailure {
     pub engine: Engine,
     /// What went wrong.
     pub reason: String,
-    /// Destination ids (of the finer page) that were not moved.
+    /// Ids of the destination layout that were not moved, or not wholly.
     pub failed_blocks: Vec<u32>,
 }
 

@@ -37,7 +37,7 @@ impl Bound {
         let alignment = made.layout.config().alignment();
         let first = if alignment == 1 { GUARD + skew } else { GUARD.next_multiple_of(alignment) };
         let step = (len + GUARD).next_multiple_of(alignment);
-        let options = HostOptions { huge_pages: HugePages::Off, first_touch_threads: 0 };
+        let options = HostOptions { huge_pages: HugePages::Off, ..HostOptions::default() };
         let total = (first + count * step) as usize;
         let whole = HostRegion::of_buffer(Arc::new(HostBuffer::new(total, options).unwrap()));
         whole.fill(0, whole.len(), POISON).unwrap();

@@ -92,6 +92,17 @@ fn a_failed_job_names_its_blocks_and_only_those() {
 }
 
 #[test]
+fn failed_blocks_are_ids_of_the_destination_whatever_the_page_of_the_source() {
+    let (ctx, (src, dst)) = (context(2), layouts(LARGE));
+    let src = src.with_page_size(4).unwrap();
+    set(&dst, Fault::Error(5));
+    let from: Vec<BlockId> = (4..12).map(BlockId).collect();
+    let to = [BlockId(5), BlockId(6)];
+    let job = ctx.transfer(&src, &dst, &from, &to, &TransferOptions::default()).unwrap();
+    assert_eq!(failure(&job).failed_blocks, [5]);
+}
+
+#[test]
 fn several_failures_are_one_list() {
     let pair = layouts(SMALL);
     set(&pair.1, Fault::Error(6));

@@ -31,7 +31,8 @@ impl Work {
         }
     }
 
-    /// Blocks that a failed task leaves in an unknown state, as destination ids.
+    /// Blocks that a failed task leaves in an unknown state, as ids of the destination layout (which may repeat, where
+    /// the source's pages are finer).
     pub(crate) fn blocks_of(&self, task: Task) -> Vec<u32> {
         let (first, end) = match task {
             Task::Blocks { first, end } => (first, end),
@@ -47,7 +48,9 @@ impl Work {
     fn dst_id(&self, block: u32) -> u32 {
         let segments = self.plan.segments();
         let at = segments.partition_point(|s| s.before + s.count <= block);
-        segments[at].dst + (block - segments[at].before)
+        let (_, parts) = self.plan.pair().parts();
+        // At most 2^32 parts make a block; one id of all is 0.
+        u32::try_from(u64::from(segments[at].dst + (block - segments[at].before)) / parts).unwrap_or_default()
     }
 
     /// Blocks `first..end`, in joined pieces.
