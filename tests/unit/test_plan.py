@@ -122,6 +122,8 @@ def test_explain_says_what_and_why(ctx: kf.TransferContext) -> None:
 
 def test_repr(ctx: kf.TransferContext) -> None:
     assert repr(ctx.plan(*layouts(), [0], [1])) == "TransferPlan(1 blocks, 1440 bytes, 1 runs, engine host)"
+    route = "Route(FullyContiguous in system memory -> FullyContiguous in system memory)"
+    assert repr(ctx.route(*layouts())) == route
 
 
 def test_a_plan_outlives_its_layouts_and_context() -> None:

@@ -92,7 +92,7 @@ pub fn find_overlap(plan: &CopyPlan, src: &[RegionSpan], dst: &[RegionSpan]) -> 
         let (other_end, other_id) = reach[usize::from(!is_dst)];
         if start < other_end {
             let (s, d) = if is_dst { (other_id, id) } else { (id, other_id) };
-            return Err(PlanError::Overlap { src: s, dst: d, addr: start });
+            return Err(shared(pair, s, d, start));
         }
         let side = &mut reach[usize::from(is_dst)];
         if end > side.0 {
@@ -100,6 +100,13 @@ pub fn find_overlap(plan: &CopyPlan, src: &[RegionSpan], dst: &[RegionSpan]) -> 
         }
     }
     Ok(())
+}
+
+/// The error, with blocks as the caller numbers them: plans count in the finer page.
+fn shared(pair: &PairPlan, src: u32, dst: u32, addr: u64) -> PlanError {
+    let own = |id: u32, parts: u64| u32::try_from(u64::from(id) / parts).unwrap_or(id);
+    let (src_parts, dst_parts) = pair.parts();
+    PlanError::Overlap { src: own(src, src_parts), dst: own(dst, dst_parts), addr }
 }
 
 fn address(regions: &[RegionSpan], place: Place, side: Side) -> Result<u64, PlanError> {
@@ -127,7 +134,7 @@ fn same_memory(plan: &CopyPlan, bases: &[RegionSpan]) -> Result<(), PlanError> {
         {
             let id = segment.src.max(start);
             let addr = address(bases, plan.pair().src_place(id), Side::Source)?;
-            return Err(PlanError::Overlap { src: id, dst: id, addr });
+            return Err(shared(plan.pair(), id, id, addr));
         }
     }
     Ok(())

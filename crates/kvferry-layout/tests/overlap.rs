@@ -14,18 +14,12 @@ use kvferry_layout::{
 };
 use proptest::prelude::*;
 
-/// Bytes read or written, each with the block (of the finer page) that it belongs to.
-fn bytes_of(
-    made: &Made,
-    list: &[BlockId],
-    case: &Case,
-    page: u64,
-    bases: &[RegionSpan],
-) -> HashMap<u64, Vec<u32>> {
+/// Bytes read or written, each with the block of its own layout that it belongs to.
+fn bytes_of(made: &Made, list: &[BlockId], case: &Case, bases: &[RegionSpan]) -> HashMap<u64, Vec<u32>> {
     let mut bytes: HashMap<u64, Vec<u32>> = HashMap::new();
-    let (oracle, parts) = (&made.oracle, made.oracle.page_size() / page);
+    let oracle = &made.oracle;
     let first_head = oracle.heads().start;
-    oracle.for_each(|[block, layer, _, token, head, _], (region, offset)| {
+    oracle.for_each(|[block, layer, _, _, head, _], (region, offset)| {
         if !list.contains(&BlockId(block as u32))
             || !case.layers.contains(&layer)
             || !case.heads.contains(&(head + first_head))
@@ -34,7 +28,7 @@ fn bytes_of(
         }
         let start = bases[region].addr + offset as u64;
         for addr in start..start + oracle.elem_bytes() as u64 {
-            bytes.entry(addr).or_default().push((block * parts + token / page) as u32);
+            bytes.entry(addr).or_default().push(block as u32);
         }
     });
     bytes
@@ -43,9 +37,8 @@ fn bytes_of(
 /// Compares the verdict with the sets: same answer, and a true witness. `first`: the lowest shared address.
 fn check(case: &Case, src: &[RegionSpan], dst: &[RegionSpan], first: bool) {
     let plan = case.plan();
-    let page = case.src.oracle.page_size().min(case.dst.oracle.page_size());
-    let read = bytes_of(&case.src, &case.src_ids, case, page, src);
-    let written = bytes_of(&case.dst, &case.dst_ids, case, page, dst);
+    let read = bytes_of(&case.src, &case.src_ids, case, src);
+    let written = bytes_of(&case.dst, &case.dst_ids, case, dst);
     let lowest = read.keys().filter(|addr| written.contains_key(addr)).min();
     match (find_overlap(&plan, src, dst), lowest) {
         (Ok(()), None) => {}

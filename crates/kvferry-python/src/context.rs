@@ -372,6 +372,13 @@ impl Route {
         let (from, to) = both((self.src.layout(), src_blocks), (self.dst.layout(), dst_blocks))?;
         Ok(TransferPlan(py.detach(|| self.route.plan(&from, &to)).or_raise(py)?))
     }
+
+    fn __repr__(&self) -> String {
+        let side = |layout: &kvferry::PhysicalLayout| {
+            format!("{} in {} memory", layout.layout().kind().name(), layout.memory_kind())
+        };
+        format!("Route({} -> {})", side(&self.src), side(&self.dst))
+    }
 }
 
 /// A validated plan with its engine.

@@ -78,7 +78,7 @@ impl Memory {
 /// whichever thread touches a page first. A node this process cannot use, or a system that places no memory, is a
 /// HostMemoryError when a layout is allocated, never a silent fallback.
 /// huge_pages: ask for transparent huge pages from 4 MiB up.
-/// touch: fault every page in at allocation, with every usable CPU. Takes about 0.25 s per GiB (0.5 s without huge
+/// touch: fault every page in at allocation, with every usable CPU. Takes about 0.2 s per GiB (0.5 s without huge
 /// pages); otherwise allocation takes microseconds, and the first access to each page pays for it.
 #[pyfunction]
 #[pyo3(signature = (*, numa_node=None, huge_pages=true, touch=false))]

@@ -26,7 +26,7 @@ impl PhysicalLayout {
     /// Allocates memory for `layout`, zeroed when it is host memory.
     ///
     /// System memory is mapped and not touched: that takes microseconds for any size, and the first access to each page
-    /// pays for it (a first transfer into cold memory is about three times slower). [`HostOptions`] has the numbers.
+    /// pays for it (a first transfer into cold memory is three to four times slower). [`HostOptions`] has the numbers.
     ///
     /// # Errors
     /// No memory, no driver or no such GPU.

@@ -1,5 +1,5 @@
 //! How a layout's memory is allocated: options are followed or refused, never dropped.
-#![allow(clippy::panic, clippy::unwrap_used, reason = "a failing helper fails its test")]
+#![allow(clippy::expect_used, clippy::panic, clippy::unwrap_used, reason = "a failing helper fails its test")]
 
 mod common;
 

@@ -13,8 +13,8 @@ mod nest;
 mod row;
 mod stream;
 
-pub(crate) use nest::{copy_nest_unfenced, move_nest};
 pub use nest::{CopyNest, Loop, MAX_LOOPS, NestError, copy_nest};
+pub(crate) use nest::{copy_nest_unfenced, move_nest};
 pub(crate) use stream::fence;
 
 /// Whether the destination should pass through the caches.

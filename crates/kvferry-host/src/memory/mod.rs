@@ -33,10 +33,14 @@ pub enum HugePages {
 /// How a [`HostBuffer`] is made.
 ///
 /// By default nothing is touched: making a buffer of any size takes microseconds, pages that are never used cost nothing,
-/// and the first access to each page pays for it. Touching costs about 0.25 s per GiB in huge pages and 0.55 s in base
-/// pages (2 shared cores of a Xeon VM, one thread or two), so 256 GiB take a minute: ask for it where the first transfer
-/// must run at full speed. A cold 1 GiB destination is filled in 0.57 s; touched, in 0.18 s, and with the touching that
-/// is 0.46 s in all. Base pages: 1.35 s, and 0.17 s or 0.73 s in all.
+/// and the first access to each page pays for it. Touching is worth it where the first transfer must run at full speed,
+/// or the pool will be filled anyway; a pool of 256 GiB then takes a minute to make. Seconds per GiB on two cores of a
+/// busy Xeon VM, over two runs (one thread or two made no difference):
+///
+/// | pages | touch | copy into touched | sum | copy into untouched |
+/// |---|---|---|---|---|
+/// | huge | 0.13–0.32 | 0.09–0.18 | 0.22–0.50 | 0.38–0.63 |
+/// | base | 0.35–0.58 | 0.09–0.18 | 0.45–0.78 | 0.76–1.35 |
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub struct HostOptions {
     /// Page size policy.
