@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from reference import GUARD, Geometry, Model, content, poisoned
+from reference import GUARD, Geometry, Model, content, poisoned, transferred
 
 import kvferry as kf
 
@@ -142,6 +142,19 @@ class Cache:
 def small(**changes: Any) -> Geometry:
     """A small geometry with five different extents."""
     return Geometry(**{"blocks": 7, "layers": 3, "outer": 2, "page": 4, "heads": 6, "dim": 5, **changes})
+
+
+def pair(**changes: Any) -> tuple[Cache, Cache, Any]:
+    """Source, poisoned destination, and what to expect of a copy."""
+    source, target = Cache(Model(small(**changes), "lw")), Cache(Model(small(**changes), "fc", "universal"))
+    values, before = source.fill(1), target.poison()
+
+    def expected(src: Any, dst: Any, **options: Any) -> Any:
+        return transferred(
+            (source.model.geometry, values), (target.model.geometry, before), src, dst, **options
+        )
+
+    return source, target, expected
 
 
 def large(mib: int = 64) -> tuple[kf.PhysicalLayout, kf.PhysicalLayout, list[int]]:

@@ -14,6 +14,8 @@
 Importing needs no GPU, driver, NumPy or torch.
 """
 
+import os
+
 from kvferry import _async as _async  # loaded now, not inside the first await
 from kvferry._core import (
     LayoutConfig,
@@ -29,6 +31,7 @@ from kvferry._core import (
     describe,
     device,
     devices,
+    enable_logging,
     pinned,
     plan,
     system,
@@ -52,6 +55,9 @@ from kvferry._errors import (
     Unsupported,
     WaitTimeout,
 )
+
+if _level := os.environ.get("KVFERRY_LOG"):
+    enable_logging(_level)
 
 __version__: str = build_info()["version"]
 
@@ -86,6 +92,7 @@ __all__ = [
     "describe",
     "device",
     "devices",
+    "enable_logging",
     "pinned",
     "plan",
     "system",

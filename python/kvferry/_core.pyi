@@ -19,6 +19,7 @@ __all__ = [
     "describe",
     "device",
     "devices",
+    "enable_logging",
     "pinned",
     "plan",
     "system",
@@ -62,6 +63,8 @@ class _Run(TypedDict):
 
 @final
 class LayoutConfig:
+    """Logical shape of a KV cache: what it holds, not how it lies. Immutable, hashable, picklable."""
+
     def __new__(
         cls,
         *,
@@ -76,33 +79,60 @@ class LayoutConfig:
         alignment: int | None = None,
         first_head: int | None = None,
         total_heads: int | None = None,
-    ) -> Self: ...
-    def replace(self, **changes: Any) -> LayoutConfig: ...
-    def shard_heads(self, rank: int, world: int) -> LayoutConfig: ...
+    ) -> Self:
+        """Sizes are at least 1. Give num_heads and head_dim, or inner_dim for one head of that width.
+
+        outer_dim: 2 for K and V (default), 1 for latent caches. page_size: tokens in a block. dtype: a name
+        such as "bfloat16", or torch's or NumPy's. alignment: of every block, in bytes, a power of two up to 1
+        GiB (default 1). first_head, total_heads: which of the model's heads these are (default: all).
+        LayoutError if it cannot be.
+        """
+    def replace(self, **changes: Any) -> LayoutConfig:
+        """A copy with some constructor arguments changed; OptionError for other names.
+
+        total_heads follows num_heads unless given, where the configuration held all heads.
+        """
+    def shard_heads(self, rank: int, world: int) -> LayoutConfig:
+        """What tensor-parallel rank `rank` of `world` holds: an equal share of the heads, in order.
+
+        LayoutError if `world` does not divide the heads or `rank` is not below it.
+        """
     @property
-    def num_blocks(self) -> int: ...
+    def num_blocks(self) -> int:
+        """Blocks; ids are 0 to num_blocks - 1."""
     @property
-    def num_layers(self) -> int: ...
+    def num_layers(self) -> int:
+        """Layers."""
     @property
-    def outer_dim(self) -> int: ...
+    def outer_dim(self) -> int:
+        """2 (K and V) or 1."""
     @property
-    def page_size(self) -> int: ...
+    def page_size(self) -> int:
+        """Tokens in a block."""
     @property
-    def num_heads(self) -> int: ...
+    def num_heads(self) -> int:
+        """Heads held here; 1 where inner_dim was given."""
     @property
-    def head_dim(self) -> int: ...
+    def head_dim(self) -> int:
+        """Elements in the row of one head and token; inner_dim where that was given."""
     @property
-    def dtype(self) -> str: ...
+    def dtype(self) -> str:
+        """Name of the element type, such as "float16" or "float8_e4m3fn"."""
     @property
-    def alignment(self) -> int: ...
+    def alignment(self) -> int:
+        """Bytes that the start of every block is a multiple of."""
     @property
-    def first_head(self) -> int: ...
+    def first_head(self) -> int:
+        """Global number of this configuration's first head."""
     @property
-    def total_heads(self) -> int: ...
+    def total_heads(self) -> int:
+        """Heads of the whole model, over all shards."""
     @property
-    def block_bytes(self) -> int: ...
+    def block_bytes(self) -> int:
+        """Bytes of one block over all layers, without padding."""
     @property
-    def chunk_bytes(self) -> int: ...
+    def chunk_bytes(self) -> int:
+        """Bytes of one block in one layer of K or V, without padding."""
     def __eq__(self, other: object, /) -> bool: ...
     def __ne__(self, other: object, /) -> bool: ...
     def __hash__(self) -> int: ...
@@ -110,33 +140,64 @@ class LayoutConfig:
 
 @final
 class Memory:
+    """Where a layout is allocated, and how. Made by system(), pinned() and device(); comparable, hashable."""
+
     @property
-    def kind(self) -> str: ...
+    def kind(self) -> str:
+        """One of "system", "pinned" and "device"."""
     @property
-    def ordinal(self) -> int | None: ...
+    def ordinal(self) -> int | None:
+        """Number of the GPU; None for host memory."""
     def __eq__(self, other: object, /) -> bool: ...
     def __ne__(self, other: object, /) -> bool: ...
     def __hash__(self) -> int: ...
 
 @final
 class Region:
+    """Part of a layout's memory as an array, not copied; keeps the layout alive."""
+
     @property
-    def addr(self) -> int: ...
+    def addr(self) -> int:
+        """Address of its first byte."""
     @property
-    def nbytes(self) -> int: ...
+    def nbytes(self) -> int:
+        """Bytes from the first to the last, gaps between strides included."""
     @property
-    def memory(self) -> Memory: ...
+    def memory(self) -> Memory:
+        """Where it lies."""
     @property
     def __array_interface__(self) -> dict[str, Any]: ...
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]: ...
+    def __dlpack_device__(self) -> tuple[int, int]:
+        """DLPack device of the memory: (1, 0) is the CPU, (3, 0) pinned memory, (2, ordinal) a GPU."""
+    def __dlpack__(
+        self,
+        *,
+        stream: int | None = None,
+        max_version: tuple[int, int] | None = None,
+        dl_device: tuple[int, int] | None = None,
+        copy: bool | None = None,
+    ) -> Any:
+        """A DLPack capsule; versioned if `max_version` is at least (1, 0), which read-only memory needs.
+
+        `stream` is not waited for: wait for the transfers that write here before. `dl_device` may name the
+        CPU for pinned memory. BufferError for a copy, another device, or a stream for host memory.
+        """
+    def __buffer__(self, flags: int, /) -> memoryview:
+        """Host memory as a buffer, bfloat16 as "H" and float8 as "B"; BufferError for device memory."""
 
 @final
 class PhysicalLayout:
+    """Blocks in memory: kvferry's own (freed with the last reference) or arrays of yours (kept alive).
+
+    The allocating constructors raise LayoutError for what cannot be laid out, HostMemoryError or CudaError
+    for memory that cannot be had. In `order`, N is tokens, H heads and D elements.
+    """
+
     @staticmethod
-    def fully_contiguous(
-        config: LayoutConfig, memory: Memory, *, order: _Order = "NHD"
-    ) -> PhysicalLayout: ...
+    def fully_contiguous(config: LayoutConfig, memory: Memory, *, order: _Order = "NHD") -> PhysicalLayout:
+        """One allocation, block after block; in "universal" order a block has its heads outermost."""
     @staticmethod
     def layer_separate(
         config: LayoutConfig,
@@ -144,11 +205,17 @@ class PhysicalLayout:
         *,
         block_dim: Literal["block_first", "outer_first"] = "block_first",
         order: _Order = "NHD",
-    ) -> PhysicalLayout: ...
+    ) -> PhysicalLayout:
+        """One allocation per layer: [block, outer, …] or, with "outer_first", [outer, block, …].
+
+        `order` is "NHD" or "HND".
+        """
     @staticmethod
-    def split_kv(config: LayoutConfig, memory: Memory, *, order: _Order = "NHD") -> PhysicalLayout: ...
+    def split_kv(config: LayoutConfig, memory: Memory, *, order: _Order = "NHD") -> PhysicalLayout:
+        """One allocation for K and one for V per layer, [block, …]; `order` is "NHD" or "HND"."""
     @staticmethod
-    def block_pool(config: LayoutConfig, memory: Memory, *, order: _Order = "NHD") -> PhysicalLayout: ...
+    def block_pool(config: LayoutConfig, memory: Memory, *, order: _Order = "NHD") -> PhysicalLayout:
+        """One region per block, inside as in fully_contiguous."""
     @staticmethod
     def from_tensors(
         tensors: _Tensors,
@@ -156,114 +223,222 @@ class PhysicalLayout:
         axes: str,
         config: LayoutConfig | None = None,
         dtype: _Dtype | None = None,
-    ) -> PhysicalLayout: ...
+    ) -> PhysicalLayout:
+        """Wraps arrays (buffer, DLPack or array interface; any positive strides) without copying.
+
+        tensors: one array; a list or dict of one per layer; or of one (K, V) pair per layer. axes: what each
+        dimension is, from "block layer outer page head dim"; block and dim are required. config: checked
+        against the arrays, and says which shard they are. dtype: what raw bytes or integers of that width
+        hold. Doubt is a LayoutError that names the array.
+        """
     @staticmethod
-    def from_pages(tensors: _Tensors) -> PhysicalLayout: ...
+    def from_pages(tensors: _Tensors) -> PhysicalLayout:
+        """Wraps opaque pages without copying: [blocks, bytes], one array or one per layer.
+
+        LayoutError where a page is not contiguous. The configuration is uint8, one head, one token.
+        """
     @staticmethod
-    def from_json(text: str, memory: Memory) -> PhysicalLayout: ...
-    def to_json(self) -> str: ...
+    def from_json(text: str, memory: Memory) -> PhysicalLayout:
+        """Allocates what to_json() or describe() gave. The text may be hostile: LayoutError if wrong."""
+    def to_json(self) -> str:
+        """A versioned description of everything but the memory, for from_json() and plan()."""
     @property
-    def digest(self) -> str: ...
-    def incompatibilities(self, dst: PhysicalLayout) -> list[str]: ...
+    def digest(self) -> str:
+        """16 hexadecimal digits of to_json(): equal layouts have equal ones, on any machine."""
+    def incompatibilities(self, dst: PhysicalLayout) -> list[str]:
+        """Every reason why blocks cannot move from here to `dst`; empty if they can."""
     @property
-    def config(self) -> LayoutConfig: ...
+    def config(self) -> LayoutConfig:
+        """Its logical shape."""
     @property
-    def kind(self) -> str: ...
+    def kind(self) -> str:
+        """One of "FullyContiguous", "LayerSeparate", "SplitKv", "BlockPool" and, wrapped, "Strided"."""
     @property
-    def order(self) -> str | None: ...
+    def order(self) -> str | None:
+        """One of "NHD", "HND" and "universal"; None for wrapped arrays."""
     @property
-    def axes(self) -> list[str]: ...
+    def axes(self) -> list[str]:
+        """Axes within a block by decreasing stride."""
     @property
-    def memory(self) -> Memory: ...
+    def memory(self) -> Memory:
+        """Where it lies, and how it was allocated."""
     @property
-    def num_blocks(self) -> int: ...
+    def num_blocks(self) -> int:
+        """Blocks; ids are 0 to num_blocks - 1."""
     @property
-    def num_regions(self) -> int: ...
+    def num_regions(self) -> int:
+        """Separate pieces of memory."""
     @property
-    def nbytes(self) -> int: ...
+    def nbytes(self) -> int:
+        """Bytes of all regions, padding included."""
     @property
-    def strides(self) -> dict[str, int]: ...
-    def region(self, block: int, layer: int, outer: int = 0) -> Region: ...
+    def strides(self) -> dict[str, int]:
+        """Bytes from one index to the next, by axis; 0 where that is another region."""
+    def region(self, block: int, layer: int, outer: int = 0) -> Region:
+        """The bytes of one block, layer and outer index (0 is K, 1 is V), one-dimensional.
+
+        LayoutError where they are not contiguous or an index is out of range.
+        """
     @property
-    def regions(self) -> list[Region]: ...
+    def regions(self) -> list[Region]:
+        """Every region as an array with axes `region_axes`; bfloat16 and fp8 appear as unsigned integers.
+
+        LayoutError after with_page_size() into finer pages.
+        """
     @property
-    def region_axes(self) -> list[str]: ...
-    def numpy(self) -> Any: ...
-    def fill(self, value: int) -> None: ...
-    def checksum(self, blocks: _Ids | None = None, layers: range | None = None) -> list[int]: ...
-    def fill_pattern(self, seed: int, blocks: _Ids | None = None) -> None: ...
+    def region_axes(self) -> list[str]:
+        """What the dimensions of each of `regions` are, outermost first."""
+    def numpy(self) -> Any:
+        """NumPy views of `regions`, one array if there is one region, else a list. Host memory only."""
+    def fill(self, value: int) -> None:
+        """Sets every byte (0 to 255) of every region, padding included."""
+    def checksum(self, blocks: _Ids | None = None, layers: range | None = None) -> list[int]:
+        """One 64-bit sum per block, in the order of `blocks` (default: all), over `layers` (default: all).
+
+        It depends on contents only, not on block id, order, layout or memory; sums of disjoint layers or head
+        shards add up modulo 2**64. Host memory only.
+        """
+    def fill_pattern(self, seed: int, blocks: _Ids | None = None) -> None:
+        """Writes reproducible bytes that differ by seed, block, layer, outer, token and global head.
+
+        blocks: default all. Padding is left alone.
+        """
     def verify_pattern(
         self,
         seed: int,
         blocks: _Ids | None = None,
         as_blocks: _Ids | None = None,
         layers: range | None = None,
-    ) -> None: ...
-    def check_fill(self, value: int, except_blocks: _Ids = ()) -> None: ...
-    def with_page_size(self, page_size: int) -> PhysicalLayout: ...
+    ) -> None:
+        """Checks that blocks[i] holds what fill_pattern(seed) wrote to as_blocks[i]; MismatchError if not.
+
+        blocks: default all. as_blocks: default the same ids. layers: default all.
+        """
+    def check_fill(self, value: int, except_blocks: _Ids = ()) -> None:
+        """Checks that every byte is `value`, apart from the contents (not the padding) of except_blocks.
+
+        GuardError names the first that is not. The counterpart of fill().
+        """
+    def with_page_size(self, page_size: int) -> PhysicalLayout:
+        """The same memory in pages of fewer tokens: page `p` of block `b` gets id b * (old // new) + p.
+
+        LayoutError if `page_size` does not divide the present one.
+        """
 
 @final
 class TransferResult:
+    """What a finished transfer did."""
+
     @property
-    def bytes(self) -> int: ...
+    def bytes(self) -> int:
+        """Bytes moved, without padding."""
     @property
-    def blocks(self) -> int: ...
+    def blocks(self) -> int:
+        """Blocks moved, counted in the smaller pages if page sizes differ."""
     @property
-    def seconds(self) -> float: ...
+    def seconds(self) -> float:
+        """Time from submission to the last byte."""
     @property
-    def engine(self) -> str: ...
+    def engine(self) -> str:
+        """The engine that moved them, such as "host"."""
     @property
-    def direction(self) -> str: ...
+    def direction(self) -> str:
+        """One of "memcpy", "h2d", "d2h", "d2d" and "p2p"."""
     @property
-    def failed_blocks(self) -> list[int]: ...
+    def failed_blocks(self) -> list[int]:
+        """Always empty; TransferError has the ones of a failed transfer."""
 
 @final
 class Transfer:
-    def done(self, *, layer: int | None = None) -> bool: ...
-    def wait(self, timeout: float | None = None, *, layer: int | None = None) -> TransferResult: ...
-    def result(self) -> TransferResult: ...
-    def __await__(self) -> Generator[Any, None, TransferResult]: ...
+    """A submitted transfer; awaitable. Dropping it neither stops the transfer nor frees its layouts early."""
+
+    def done(self, *, layer: int | None = None) -> bool:
+        """Whether it has ended, successfully or not; with `layer`, whether that layer has.
+
+        OptionError for a layer that is not moved, or of a transfer made without per_layer=True.
+        """
+    def wait(self, timeout: float | None = None, *, layer: int | None = None) -> TransferResult:
+        """Waits for the end, of one layer if `layer` is given, without the GIL; Ctrl-C interrupts.
+
+        timeout: seconds, None for no limit; WaitTimeout when they are over, and the transfer goes on.
+        TransferError if it failed, OptionError as done().
+        """
+    def result(self) -> TransferResult:
+        """What it did, without waiting: Busy while it runs, TransferError if it failed."""
+    def __await__(self) -> Generator[Any, None, TransferResult]:
+        """As wait(), without blocking the event loop. Cancelling the task does not stop the transfer."""
 
 @final
 class Notifier:
+    """Reports ends of transfers through a file descriptor, for event loops; `await` is built on it."""
+
     def __new__(cls) -> Self: ...
-    def fileno(self) -> int: ...
-    def watch(self, job: Transfer, key: int) -> None: ...
-    def drain(self) -> list[int]: ...
+    def fileno(self) -> int:
+        """The descriptor, owned by the notifier; readable once a watched job has ended."""
+    def watch(self, job: Transfer, key: int) -> None:
+        """Has drain() return `key` (0 to 2**64 - 1) once `job` has ended; at once if it already has."""
+    def drain(self) -> list[int]:
+        """Keys of the jobs that have ended since the last call. Never blocks."""
 
 @final
 class TransferPlan:
-    def explain(self) -> str: ...
+    """A transfer that was validated and planned, not run."""
+
+    def explain(self) -> str:
+        """For people: what moves, in how many copies, by which engine and why."""
     @property
-    def blocks(self) -> int: ...
+    def blocks(self) -> int:
+        """Blocks to move, counted in the smaller pages if page sizes differ."""
     @property
-    def bytes(self) -> int: ...
+    def bytes(self) -> int:
+        """Bytes to move, without padding."""
     @property
-    def elementary_runs(self) -> int: ...
+    def elementary_runs(self) -> int:
+        """Copies before merging: one per block, layer and outer index, or per row where not contiguous."""
     @property
-    def num_runs(self) -> int: ...
+    def num_runs(self) -> int:
+        """Copies after merging what is adjacent on both sides."""
     @property
-    def run_bytes(self) -> tuple[int, int]: ...
+    def run_bytes(self) -> tuple[int, int]:
+        """Bytes of the shortest and of the longest run."""
     @property
-    def transforms(self) -> bool: ...
+    def transforms(self) -> bool:
+        """Whether the order of a block's axes changes on the way."""
     @property
-    def engine(self) -> str: ...
-    def runs(self, limit: int = 1000) -> list[_Run]: ...
+    def engine(self) -> str:
+        """The engine chosen."""
+    def runs(self, limit: int = 1000) -> list[_Run]:
+        """The first `limit` runs; offsets are bytes from the start of the region with that index."""
 
 @final
 class Route:
-    def __call__(self, src_blocks: _Ids, dst_blocks: _Ids) -> Transfer: ...
-    def plan(self, src_blocks: _Ids, dst_blocks: _Ids) -> TransferPlan: ...
+    """A pair of layouts with options, checked once, for many transfers. Made by TransferContext.route()."""
+
+    def __call__(self, src_blocks: _Ids, dst_blocks: _Ids) -> Transfer:
+        """TransferContext.transfer() along the route, with the same checks of the ids."""
+    def plan(self, src_blocks: _Ids, dst_blocks: _Ids) -> TransferPlan:
+        """TransferContext.plan() along the route."""
 
 @final
 class TransferContext:
+    """Runs transfers on threads of its own. As a context manager it closes, and so waits, at the end.
+
+    After close() everything but close() raises ClosedError; in a forked child, new jobs raise ForkError.
+    """
+
     def __new__(
         cls,
         device: int | Literal["cpu"] | None = None,
         *,
         threads: int | None = None,
         ordered: bool = False,
-    ) -> Self: ...
+    ) -> Self:
+        """device: None or "cpu" moves host memory; a GPU ordinal is Unsupported in this build.
+
+        threads: copy threads, 1 to 1024 (default: the usable CPUs, at most 16); they start with the first job
+        that needs them. ordered: jobs in the same direction run one after the other, in order of submission;
+        by default nothing orders them.
+        """
     def transfer(
         self,
         src: PhysicalLayout,
@@ -281,7 +456,20 @@ class TransferContext:
         strategy: _Strategy | None = None,
         tag: object | None = None,
         per_layer: bool = False,
-    ) -> Transfer: ...
+    ) -> Transfer:
+        """Copies src_blocks[i] of `src` to dst_blocks[i] of `dst`. Checks everything, submits, and returns.
+
+        Wrong input moves nothing: BlockIdError, DuplicateBlockError, OverlapError, LayoutError, OptionError
+        or Unsupported.
+        layers: a range, default all. heads: a range of global numbers, default all that both sides hold.
+        after: jobs that must end first; this one fails if one of them does.
+        per_layer: copy from the lowest layer up, so that done() and wait() can be asked for one layer.
+        tag: any object; completed() reports the end of this job with it (default None: not reported).
+        transform: "forbid" raises LayoutError where the order of a block's axes would change.
+        strategy: the direction you expect; OptionError if it is another.
+        engine: "auto" chooses; one that cannot do this transfer is Unsupported. stream, num_sms: CUDA stream
+        and number of multiprocessors of a GPU transfer, Unsupported for host memory.
+        """
     def plan(
         self,
         src: PhysicalLayout,
@@ -297,7 +485,8 @@ class TransferContext:
         num_sms: int | None = None,
         transform: Literal["auto", "forbid"] = "auto",
         strategy: _Strategy | None = None,
-    ) -> TransferPlan: ...
+    ) -> TransferPlan:
+        """What transfer() would do: the same checks, errors and options, but nothing runs."""
     def route(
         self,
         src: PhysicalLayout,
@@ -312,13 +501,27 @@ class TransferContext:
         transform: Literal["auto", "forbid"] = "auto",
         strategy: _Strategy | None = None,
         per_layer: bool = False,
-    ) -> Route: ...
+    ) -> Route:
+        """Checks a pair of layouts once for many transfers; options as in transfer().
+
+        `after` holds for every transfer of the route.
+        """
     @property
-    def threads(self) -> int: ...
+    def threads(self) -> int:
+        """Copy threads."""
     @property
-    def in_flight(self) -> int: ...
-    def completed(self) -> list[tuple[Any, TransferResult | TransferError]]: ...
-    def close(self, timeout: float | None = None) -> None: ...
+    def in_flight(self) -> int:
+        """Jobs submitted that have not ended; with per_layer=True, every layer counts."""
+    def completed(self) -> list[tuple[Any, TransferResult | TransferError]]:
+        """Jobs with a tag that have ended since the last call, in order of their ends; never blocks.
+
+        Pairs of the tag and the result, or the TransferError that wait() would raise.
+        """
+    def close(self, timeout: float | None = None) -> None:
+        """Refuses new jobs and waits for the others. May be called again.
+
+        timeout: seconds, None for no limit; WaitTimeout when they are over: still refusing, not yet closed.
+        """
     def __enter__(self) -> Self: ...
     def __exit__(
         self,
@@ -333,16 +536,32 @@ def system(
     numa_node: int | Literal["interleave"] | None = None,
     huge_pages: bool = True,
     touch: bool = False,
-) -> Memory: ...
-def pinned() -> Memory: ...
-def device(ordinal: int) -> Memory: ...
+) -> Memory:
+    """Pageable host memory; allocating a layout raises HostMemoryError where an option cannot be met.
+
+    numa_node: the node that must hold the pages, or "interleave" for all in turn (default: wherever a page is
+    first touched). huge_pages: ask for transparent huge pages from 4 MiB up. touch: fault all pages in when
+    allocating (about 0.2 s per GiB) and not at first use.
+    """
+
+def pinned() -> Memory:
+    """Page-locked host memory that GPUs can address; allocating raises CudaError where there is no driver."""
+
+def device(ordinal: int) -> Memory:
+    """Memory of the GPU `ordinal`; OptionError for a number that no GPU can have."""
+
 def describe(
     kind: Literal["fully_contiguous", "layer_separate", "split_kv", "block_pool"],
     config: LayoutConfig,
     *,
     order: _Order = "NHD",
     block_dim: Literal["block_first", "outer_first"] | None = None,
-) -> str: ...
+) -> str:
+    """The JSON that to_json() of such a layout would give, without allocating one.
+
+    block_dim: for "layer_separate" only (default "block_first"), else OptionError.
+    """
+
 def plan(
     src: str,
     dst: str,
@@ -356,7 +575,25 @@ def plan(
     engine: _Engine = "auto",
     transform: Literal["auto", "forbid"] = "auto",
     strategy: _Strategy | None = None,
-) -> TransferPlan: ...
-def build_info() -> _BuildInfo: ...
-def devices() -> list[_Device]: ...
-def usable_cpus() -> int: ...
+) -> TransferPlan:
+    """TransferContext.plan() for layouts given as JSON, with nothing allocated; overlap cannot be checked.
+
+    src_memory, dst_memory: where they would lie, default system(). Other options as in
+    TransferContext.transfer().
+    """
+
+def build_info() -> _BuildInfo:
+    """Version, CUDA mode, toolkit (None without kernels), kernel architectures and profile of this build."""
+
+def devices() -> list[_Device]:
+    """The GPUs here; CudaError where there is no driver. total_memory is in bytes."""
+
+def enable_logging(level: str = "warn") -> None:
+    """Writes kvferry's log to stderr, which is silent by default; only the first call counts.
+
+    filter: a least level, from "error" to "trace", or a list such as "warn,kvferry::transfer=debug"; else
+    OptionError.
+    """
+
+def usable_cpus() -> int:
+    """CPUs that this process may run on, by affinity and quota."""

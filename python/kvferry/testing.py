@@ -2,7 +2,7 @@
 
     from kvferry.testing import guard
     src.fill_pattern(seed=1)
-    with guard(dst, except_blocks=[0, 1]):
+    with guard(dst, except_blocks=[0, 1], value=0xA5):
         ctx.transfer(src, dst, [3, 5], [0, 1]).wait()
     dst.verify_pattern(1, [0, 1], as_blocks=[3, 5])
     assert dst.checksum([0, 1]) == src.checksum([3, 5])
@@ -26,13 +26,13 @@ __all__ = ["guard"]
 
 
 @contextmanager
-def guard(layout: PhysicalLayout, except_blocks: Any = (), *, value: int | None = 0xA5) -> Iterator[None]:
+def guard(layout: PhysicalLayout, except_blocks: Any = (), *, value: int | None = None) -> Iterator[None]:
     """Raise GuardError if the body writes anything but the payload of `except_blocks`.
 
-    Every byte of the layout is set to `value` first and looked at afterwards, padding included. `value=None`
-    keeps the contents and compares checksums of the other blocks instead: for caches in use and read-only
-    memory; padding is not looked at then, and the error names a `block` but no `region` or `offset`. The body
-    must wait for its transfers. If it raises, nothing is checked.
+    By default the contents stay and checksums of the other blocks are compared: for caches in use and
+    read-only memory. Padding is not looked at then, and the error names a `block` but no `region` or
+    `offset`. With a `value`, every byte of the layout is set to it first and looked at afterwards, padding
+    included. The body must wait for its transfers. If it raises, nothing is checked.
     """
     if value is not None:
         layout.fill(value)

@@ -58,7 +58,7 @@ def test_guard_respects_interleaved_tensors() -> None:
 
 def test_guard_context() -> None:
     layout = Cache(Model(small(), "fc", alignment=256)).layout
-    with guard(layout, [1, 2]):
+    with guard(layout, [1, 2], value=0xA5):
         layout.fill_pattern(1, [2])
     with pytest.raises(kf.GuardError) as caught, guard(layout, [1, 2], value=7):
         layout.fill_pattern(1, [3])

@@ -132,7 +132,7 @@ def test_pattern_of_a_shard_and_of_smaller_pages(dtype: str) -> None:
 def test_a_transfer_passes_all_checks(ctx: kf.TransferContext) -> None:
     src, dst = cache(MODELS[3]).layout, Cache(Model(small(blocks=3), "fc", "universal", alignment=64)).layout
     src.fill_pattern(3)
-    with guard(dst, [0, 2]):
+    with guard(dst, [0, 2], value=0xA5):
         ctx.transfer(src, dst, [6, 4], [0, 2]).wait()
     dst.verify_pattern(3, [0, 2], as_blocks=[6, 4])
     dst.verify_pattern(3, (2,), as_blocks=(4,), layers=range(1, 3))

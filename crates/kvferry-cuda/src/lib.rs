@@ -6,7 +6,7 @@
 //! |---|---|---|
 //! | raw calls | `raw` | the driver's functions, found by name at run time, each turned into a `Result` |
 //! | process and device | [`Driver`], [`devices`] | is there a driver, how new, which GPUs |
-//! | owner types | [`PrimaryContext`], [`ContextGuard`], [`RelaxedCapture`], [`PinnedBuffer`], [`DeviceBuffer`] | what must be given back is given back on drop |
+//! | owner types | [`PrimaryContext`], [`ContextGuard`], [`RelaxedCapture`], [`PinnedBuffer`], [`DeviceBuffer`], [`DeviceRegion`] | what must be given back is given back on drop |
 //!
 //! libcuda is loaded on first use. Without it every entry returns [`CudaError::DriverNotFound`]; nothing here panics or
 //! needs a GPU to compile.
@@ -35,4 +35,4 @@ pub use context::{ContextGuard, PrimaryContext};
 pub use device::{DeviceInfo, devices};
 pub use driver::{Driver, DriverVersion, KERNELS_NEED};
 pub use error::{CudaError, Result};
-pub use memory::{DeviceBuffer, PinnedBuffer, PointerKind, pointer_kind};
+pub use memory::{DeviceBuffer, DeviceRegion, PinnedBuffer, PointerKind, pointer_kind};

@@ -136,6 +136,9 @@ fn same_geometry(first: &ForeignArray, array: &ForeignArray, axes: &[Axis]) -> R
                 expected: first.shape[index],
             });
         }
+    }
+    // Strides follow from extents: of an array of another shape, the shape is what to name.
+    for (index, &axis) in axes.iter().enumerate() {
         // The stride of an axis of extent 1 is never used, and frameworks put anything there.
         if first.shape[index] > 1 && array.strides[index] != first.strides[index] {
             return Err(LayoutError::StrideMismatch {

@@ -2,8 +2,8 @@
 
 use crate::error::{LayoutError, PlanError, Side};
 use crate::layout::RegionSpan;
-use crate::pair::PairPlan;
-use crate::plan::CopyPlan;
+use crate::pair::{Loop, PairPlan};
+use crate::plan::{CopyPlan, Segment, step};
 use crate::view::Place;
 
 /// Whether any source region meets any destination region. Id-free: worth keeping per layout pair.
@@ -34,8 +34,8 @@ impl PairPlan {
 /// views of one tensor) pass. Memory mapped twice at different addresses cannot be seen, and the regions of one
 /// layout must not share bytes among themselves.
 ///
-/// Same view of the same memory: a sort of the segments. Otherwise a sort of all runs, so ask
-/// [`PairPlan::may_overlap`] first and keep its answer per layout pair.
+/// Same view of the same memory: a sort of the segments. Otherwise a sort of one interval per segment and region, and
+/// of the runs of those that meet; ask [`PairPlan::may_overlap`] first and keep its answer per layout pair.
 ///
 /// # Errors
 /// [`PlanError::Overlap`] with two blocks and an address they share, the lowest of all unless both sides are the same
@@ -67,32 +67,23 @@ pub fn find_overlap(plan: &CopyPlan, src: &[RegionSpan], dst: &[RegionSpan]) -> 
     if plan.pair().same_view() && same_bases {
         return same_memory(plan, src);
     }
-    // (start, end, block id, is destination)
-    let mut spans: Vec<(u64, u64, u32, bool)> = Vec::new();
-    let pair = plan.pair();
-    for segment in plan.segments() {
-        let runs = pair.runs_per_block();
-        for block in 0..segment.count {
-            let (s, d) = (segment.src + block, segment.dst + block);
-            let (at_s, at_d) = (pair.src_place(s), pair.dst_place(d));
-            for index in 0..runs {
-                let (src_at, dst_at) = crate::plan::step(pair.loops(), index, at_s, at_d);
-                let bytes = pair.run_bytes();
-                let a = address(src, src_at, Side::Source)?;
-                let b = address(dst, dst_at, Side::Destination)?;
-                spans.push((a, a.saturating_add(bytes), s, false));
-                spans.push((b, b.saturating_add(bytes), d, true));
-            }
-        }
+    // Coarse first: one interval for what a segment covers in a region. Only those that meet are looked at run by run,
+    // so that caches which share an allocation but not its blocks cost no more than a sort of the segments.
+    let mut coarse = intervals(plan, src, dst)?;
+    coarse.sort_unstable_by_key(|interval| (interval.start, interval.end, interval.is_dst));
+    mark_meeting(&mut coarse);
+    let mut fine: Vec<(u64, u64, u32, bool)> = Vec::new();
+    for interval in coarse.iter().filter(|interval| interval.meets) {
+        expand_runs(plan.pair(), interval, &mut fine);
     }
-    spans.sort_unstable();
+    fine.sort_unstable();
     // The farthest end seen so far on either side, and whose it is.
     let mut reach = [(0u64, 0u32); 2];
-    for (start, end, id, is_dst) in spans {
+    for (start, end, id, is_dst) in fine {
         let (other_end, other_id) = reach[usize::from(!is_dst)];
         if start < other_end {
             let (s, d) = if is_dst { (other_id, id) } else { (id, other_id) };
-            return Err(shared(pair, s, d, start));
+            return Err(shared(plan.pair(), s, d, start));
         }
         let side = &mut reach[usize::from(is_dst)];
         if end > side.0 {
@@ -100,6 +91,73 @@ pub fn find_overlap(plan: &CopyPlan, src: &[RegionSpan], dst: &[RegionSpan]) -> 
         }
     }
     Ok(())
+}
+
+/// What the blocks of one segment cover in one region, first byte to last, gaps included.
+struct Interval {
+    start: u64,
+    end: u64,
+    is_dst: bool,
+    segment: Segment,
+    /// Some interval of the other side shares addresses with it.
+    meets: bool,
+}
+
+/// Loops over regions (outermost by the planner's contract), and the plain strides inside them.
+fn split(pair: &PairPlan) -> (&[Loop], &[Loop]) {
+    pair.loops().split_at(pair.loops().iter().take_while(|l| !l.within_regions()).count())
+}
+
+fn intervals(plan: &CopyPlan, src: &[RegionSpan], dst: &[RegionSpan]) -> Result<Vec<Interval>, PlanError> {
+    let pair = plan.pair();
+    let (outer, inner) = split(pair);
+    let reach = |stride: fn(&Loop) -> u64| inner.iter().map(|l| (l.count - 1) * stride(l)).sum::<u64>();
+    let (src_reach, dst_reach) = (reach(|l| l.src_stride), reach(|l| l.dst_stride));
+    let mut out = Vec::new();
+    for &segment in plan.segments() {
+        // Joined blocks follow one another run by run.
+        let run = pair.run_bytes().saturating_mul(segment.count.into());
+        let (at_src, at_dst) = (pair.src_place(segment.src), pair.dst_place(segment.dst));
+        for index in 0..outer.iter().map(|l| l.count).product() {
+            let (s, d) = step(outer, index, at_src, at_dst);
+            let (s, d) = (address(src, s, Side::Source)?, address(dst, d, Side::Destination)?);
+            for (start, reach, is_dst) in [(s, src_reach, false), (d, dst_reach, true)] {
+                let end = start.saturating_add(reach).saturating_add(run);
+                out.push(Interval { start, end, is_dst, segment, meets: false });
+            }
+        }
+    }
+    Ok(out)
+}
+
+/// Marks every interval that meets one of the other side; they come sorted by their starts.
+fn mark_meeting(sorted: &mut [Interval]) {
+    let mut reach = [0u64; 2];
+    for interval in sorted.iter_mut() {
+        interval.meets = interval.start < reach[usize::from(!interval.is_dst)];
+        let side = &mut reach[usize::from(interval.is_dst)];
+        *side = (*side).max(interval.end);
+    }
+    let mut next = [u64::MAX; 2];
+    for interval in sorted.iter_mut().rev() {
+        interval.meets |= next[usize::from(!interval.is_dst)] < interval.end;
+        next[usize::from(interval.is_dst)] = interval.start;
+    }
+}
+
+/// The runs of one interval, block by block: (start, end, block id, is destination).
+fn expand_runs(pair: &PairPlan, interval: &Interval, out: &mut Vec<(u64, u64, u32, bool)>) {
+    let (_, inner) = split(pair);
+    let Segment { src, dst, count, .. } = interval.segment;
+    let zero = Place { region: 0, offset: 0 };
+    for index in 0..inner.iter().map(|l| l.count).product() {
+        let (s, d) = step(inner, index, zero, zero);
+        let (offset, first) = if interval.is_dst { (d.offset, dst) } else { (s.offset, src) };
+        for block in 0..count {
+            let start = interval.start.saturating_add(offset + u64::from(block) * pair.run_bytes());
+            out.push((start, start.saturating_add(pair.run_bytes()), first + block, interval.is_dst));
+        }
+    }
 }
 
 /// The error, with blocks as the caller numbers them: plans count in the finer page.

@@ -211,21 +211,27 @@ pub fn step(loops: &[Loop], mut index: u64, mut src: Place, mut dst: Place) -> (
 
 fn join(pair: &PairPlan, src: &[BlockId], dst: &[BlockId]) -> Vec<Segment> {
     let mut segments: Vec<Segment> = Vec::with_capacity(src.len());
-    for (before, (&BlockId(s), &BlockId(d))) in src.iter().zip(dst).enumerate() {
-        if let Some(last) = segments.last_mut() {
-            let (next_s, next_d) = (last.src.wrapping_add(last.count), last.dst.wrapping_add(last.count));
-            if s == next_s && d == next_d && pair.joins(s - 1, d - 1) {
-                last.count += 1;
-                continue;
-            }
-            // A falling pair extends the segment downwards; a segment of one may start either way.
-            if s.wrapping_add(1) == last.src && d.wrapping_add(1) == last.dst && pair.joins(s, d) {
-                (last.src, last.dst) = (s, d);
-                last.count += 1;
-                continue;
-            }
+    let mut pairs = src.iter().zip(dst).zip(0u32..);
+    let single = |((&BlockId(src), &BlockId(dst)), before)| Segment { src, dst, count: 1, before };
+    // The segment that may still grow is kept out of the list, in registers.
+    let Some(mut open) = pairs.next().map(single) else { return segments };
+    for next in pairs {
+        let next = single(next);
+        let (s, d) = (next.src, next.dst);
+        let above = s == open.src.wrapping_add(open.count) && d == open.dst.wrapping_add(open.count);
+        if above && pair.joins(s - 1, d - 1) {
+            open.count += 1;
+            continue;
         }
-        segments.push(Segment { src: s, dst: d, count: 1, before: before as u32 });
+        // A falling pair extends the segment downwards; a segment of one may start either way.
+        if s.wrapping_add(1) == open.src && d.wrapping_add(1) == open.dst && pair.joins(s, d) {
+            (open.src, open.dst) = (s, d);
+            open.count += 1;
+            continue;
+        }
+        segments.push(open);
+        open = next;
     }
+    segments.push(open);
     segments
 }

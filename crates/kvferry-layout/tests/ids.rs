@@ -18,7 +18,7 @@ fn twice(list: &[BlockId]) -> Option<PlanError> {
     })
 }
 
-/// Limits that choose the bitmap and (found here: a bitmap of 2^32 blocks is 512 MiB) the sort.
+/// Limits that choose the bitmap and (more blocks than the ids are worth) the hash table.
 const LIMITS: [u64; 3] = [4096, 1 << 20, u32::MAX as u64];
 
 #[test]

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use kvferry::cuda::{Driver, PointerKind, pointer_kind};
+use kvferry::cuda::{CudaError, DeviceRegion, PointerKind, pointer_kind};
 use kvferry::host::{HostRegion, Owner};
 use kvferry::{Dtype, ForeignArray, MemoryKind, Region};
 use pyo3::buffer::PyUntypedBuffer;
@@ -159,7 +159,10 @@ fn read(object: &Bound<'_, PyAny>, name: String, declared: Option<Dtype>) -> PyR
     let memory = memory_of(py, &name, &raw)?;
     let owner: Owner = Arc::new(PyOwner(raw.keep));
     let region = match memory {
-        MemoryKind::Device(ordinal) => Region::device(raw.addr, len, ordinal, owner),
+        MemoryKind::Device(ordinal) => {
+            // SAFETY: as for host memory below, and the driver has just said that the address is this device's.
+            Region::Device(unsafe { DeviceRegion::from_raw(raw.addr, len, ordinal, owner) })
+        }
         // SAFETY: the exporter promises `len` bytes from `addr` (extents and strides as it gave them) for as long as
         // its buffer, capsule or array is referenced, and `owner` holds that reference; writable unless it said
         // read-only. We hold no Rust reference to the bytes.
@@ -180,11 +183,10 @@ fn read(object: &Bound<'_, PyAny>, name: String, declared: Option<Dtype>) -> PyR
 /// must not be touched.
 fn memory_of(py: Python<'_>, name: &str, raw: &Raw) -> PyResult<MemoryKind> {
     let addr = raw.addr;
-    // The first look loads and initialises the driver, which takes its time.
-    let found = py.detach(|| match Driver::get() {
-        Err(error) if raw.on_device => Err(error),
-        Err(_) => Ok(PointerKind::System),
-        Ok(_) => pointer_kind(addr),
+    // The first look loads the driver, which takes its time.
+    let found = py.detach(|| match pointer_kind(addr) {
+        Err(CudaError::DriverNotFound { .. }) if !raw.on_device => Ok(PointerKind::System),
+        found => found,
     });
     match found {
         Ok(PointerKind::System) if raw.on_device => {
@@ -203,6 +205,10 @@ fn memory_of(py: Python<'_>, name: &str, raw: &Raw) -> PyResult<MemoryKind> {
 
 fn raw(object: &Bound<'_, PyAny>, name: &str) -> PyResult<Raw> {
     let py = object.py();
+    if object.is_exact_instance_of::<crate::region::Region>() {
+        // Its buffer shows bfloat16 and fp8 as integers.
+        return dlpack::import(object, name).map_err(|error| noted(py, error, name));
+    }
     let unbuffered = match PyMemoryView::from(object) {
         Ok(view) => return buffer(&view, name),
         Err(error) => error,

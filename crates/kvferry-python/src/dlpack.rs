@@ -1,7 +1,7 @@
-//! DLPack import (data-apis DLPack 1.x, `dlpack.h`). The capsule is read and kept, never consumed: whoever made it
-//! frees it when the last layout that borrows from it goes.
+//! The structs of `dlpack.h` (data-apis DLPack 1.x), and import. A capsule is read and kept, never consumed: whoever made
+//! it frees it when the last layout that borrows from it goes.
 
-use std::ffi::c_void;
+use std::ffi::{CStr, c_void};
 
 use kvferry::Dtype;
 use pyo3::prelude::*;
@@ -12,53 +12,64 @@ use crate::errors::plain;
 
 #[repr(C)]
 #[derive(Clone, Copy)]
-struct DlDevice {
-    device_type: i32,
-    device_id: i32,
+pub(crate) struct DlDevice {
+    pub(crate) device_type: i32,
+    pub(crate) device_id: i32,
 }
 
 #[repr(C)]
 #[derive(Clone, Copy)]
-struct DlDataType {
-    code: u8,
-    bits: u8,
-    lanes: u16,
+pub(crate) struct DlDataType {
+    pub(crate) code: u8,
+    pub(crate) bits: u8,
+    pub(crate) lanes: u16,
 }
 
 #[repr(C)]
 #[derive(Clone, Copy)]
-struct DlTensor {
-    data: *mut c_void,
-    device: DlDevice,
-    ndim: i32,
-    dtype: DlDataType,
-    shape: *const i64,
-    strides: *const i64,
-    byte_offset: u64,
+pub(crate) struct DlTensor {
+    pub(crate) data: *mut c_void,
+    pub(crate) device: DlDevice,
+    pub(crate) ndim: i32,
+    pub(crate) dtype: DlDataType,
+    pub(crate) shape: *const i64,
+    pub(crate) strides: *const i64,
+    pub(crate) byte_offset: u64,
 }
 
 #[repr(C)]
-struct DlManagedTensorVersioned {
-    major: u32,
-    minor: u32,
-    manager_ctx: *mut c_void,
-    deleter: *mut c_void,
-    flags: u64,
-    tensor: DlTensor,
+pub(crate) struct DlManagedTensor {
+    pub(crate) tensor: DlTensor,
+    pub(crate) manager_ctx: *mut c_void,
+    pub(crate) deleter: Option<unsafe extern "C" fn(*mut DlManagedTensor)>,
 }
 
-const READ_ONLY: u64 = 1;
-const DEVICE_CPU: i32 = 1;
-const DEVICE_CUDA: i32 = 2;
-const DEVICE_CUDA_HOST: i32 = 3;
+#[repr(C)]
+pub(crate) struct DlManagedTensorVersioned {
+    pub(crate) major: u32,
+    pub(crate) minor: u32,
+    pub(crate) manager_ctx: *mut c_void,
+    pub(crate) deleter: Option<unsafe extern "C" fn(*mut DlManagedTensorVersioned)>,
+    pub(crate) flags: u64,
+    pub(crate) tensor: DlTensor,
+}
 
-const INT: u8 = 0;
-const UINT: u8 = 1;
-const FLOAT: u8 = 2;
-const BFLOAT: u8 = 4;
-const BOOL: u8 = 6;
-const FLOAT8_E4M3FN: u8 = 10;
-const FLOAT8_E5M2: u8 = 12;
+/// Names of capsules that nobody has consumed.
+pub(crate) const LEGACY: &CStr = c"dltensor";
+pub(crate) const VERSIONED: &CStr = c"dltensor_versioned";
+
+pub(crate) const READ_ONLY: u64 = 1;
+pub(crate) const DEVICE_CPU: i32 = 1;
+pub(crate) const DEVICE_CUDA: i32 = 2;
+pub(crate) const DEVICE_CUDA_HOST: i32 = 3;
+
+pub(crate) const INT: u8 = 0;
+pub(crate) const UINT: u8 = 1;
+pub(crate) const FLOAT: u8 = 2;
+pub(crate) const BFLOAT: u8 = 4;
+pub(crate) const BOOL: u8 = 6;
+pub(crate) const FLOAT8_E4M3FN: u8 = 10;
+pub(crate) const FLOAT8_E5M2: u8 = 12;
 
 /// Asks `object` for its memory. The producer's stream is not waited for (`stream=-1`): kvferry orders itself.
 pub(crate) fn import(object: &Bound<'_, PyAny>, name: &str) -> PyResult<Raw> {
@@ -79,9 +90,8 @@ pub(crate) fn import(object: &Bound<'_, PyAny>, name: &str) -> PyResult<Raw> {
         Err(error) => return Err(error),
     };
     let capsule = capsule.cast_into::<PyCapsule>()?;
-    let (tensor, read_only) = if capsule.is_valid_checked(Some(c"dltensor_versioned")) {
-        let managed =
-            capsule.pointer_checked(Some(c"dltensor_versioned"))?.cast::<DlManagedTensorVersioned>();
+    let (tensor, read_only) = if capsule.is_valid_checked(Some(VERSIONED)) {
+        let managed = capsule.pointer_checked(Some(VERSIONED))?.cast::<DlManagedTensorVersioned>();
         // SAFETY: a capsule of this name holds a live DLManagedTensorVersioned (DLPack 1.x); we hold the capsule, it is
         // not consumed, and the struct is plain data of the declared C layout.
         let managed = unsafe { managed.as_ref() };
@@ -94,7 +104,7 @@ pub(crate) fn import(object: &Bound<'_, PyAny>, name: &str) -> PyResult<Raw> {
         }
         (managed.tensor, managed.flags & READ_ONLY != 0)
     } else {
-        let managed = capsule.pointer_checked(Some(c"dltensor"))?.cast::<DlTensor>();
+        let managed = capsule.pointer_checked(Some(LEGACY))?.cast::<DlTensor>();
         // SAFETY: a capsule of this name holds a live DLManagedTensor, whose first member is the DLTensor; we hold the
         // capsule and it is not consumed.
         (unsafe { *managed.as_ref() }, false)

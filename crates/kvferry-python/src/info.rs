@@ -2,8 +2,9 @@
 
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
+use tracing_subscriber::EnvFilter;
 
-use crate::errors::OrRaise;
+use crate::errors::{OrRaise, plain};
 
 /// What this build contains: version, kernel architectures, toolkit, profile.
 #[pyfunction]
@@ -41,4 +42,23 @@ pub(crate) fn devices(py: Python<'_>) -> PyResult<Bound<'_, PyList>> {
 #[pyfunction]
 pub(crate) fn usable_cpus() -> usize {
     kvferry::host::cpu::usable_cpus()
+}
+
+/// Writes kvferry's own log to stderr. Off until called: a library does not write unasked. `level` is "error", "warn",
+/// "info", "debug", "trace" or a list such as "warn,kvferry::transfer=debug". Calling it again changes nothing.
+#[pyfunction]
+#[pyo3(signature = (level="warn"))]
+pub(crate) fn enable_logging(py: Python<'_>, level: &str) -> PyResult<()> {
+    let filter = EnvFilter::builder().parse(level).map_err(|error| {
+        plain(
+            py,
+            "OptionError",
+            format!("level must be a level or a list of target=level, got {level:?}: {error}"),
+        )
+    })?;
+    // Each extension module has a dispatcher of its own: this is ours alone, and a second one is refused.
+    let log = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).with_ansi(false);
+    // Refused when there is one already: the first call stands.
+    log.try_init().unwrap_or(());
+    Ok(())
 }

@@ -1,8 +1,8 @@
-//! `kvferry.PhysicalLayout` and `kvferry.Region`.
+//! `kvferry.PhysicalLayout`.
 
 use std::sync::Arc;
 
-use kvferry::{Axis, BlockDim, Dtype, ForeignArray, KvOrder, LayoutKind, MemoryKind};
+use kvferry::{Axis, BlockDim, Dtype, ForeignArray, KvOrder, LayoutKind};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
 
@@ -11,6 +11,7 @@ use crate::config::LayoutConfig;
 use crate::errors::{OrRaise, plain};
 use crate::memory::Memory;
 use crate::numbers::whole;
+use crate::region::Region;
 use crate::verify;
 
 /// A layout bound to memory, owned or borrowed.
@@ -240,17 +241,10 @@ impl PhysicalLayout {
         let outer = outer.map_or(Ok(0), |outer| at("outer", outer))?;
         let layout = &slf.get().0;
         let span = layout.memory_region(block, layer, outer).or_raise(slf.py())?;
-        Ok(Region {
-            layout: layout.clone(),
-            addr: span.addr,
-            nbytes: span.len,
-            shape: vec![span.len],
-            strides: None,
-            typestr: "|u1",
-        })
+        Ok(Region::new(layout, span, Dtype::UInt8, &[span.len], &[1]))
     }
 
-    /// Every region as a zero-copy view with its own axes; see `region_axes`. Types NumPy lacks appear as raw integers.
+    /// Every region as a zero-copy view with its own axes; see `region_axes`. Types NumPy lacks appear as raw integers to it.
     #[getter]
     fn regions(slf: &Bound<'_, Self>) -> PyResult<Vec<Region>> {
         let layout = &slf.get().0;
@@ -263,18 +257,8 @@ impl PhysicalLayout {
                 "a layout re-addressed in finer pages has no plain strided view; take it of the original";
             return Err(plain(slf.py(), "LayoutError", message));
         }
-        Ok(layout
-            .spans()
-            .iter()
-            .map(|span| Region {
-                layout: layout.clone(),
-                addr: span.addr,
-                nbytes: span.len,
-                shape: shape.clone(),
-                strides: Some(strides.clone()),
-                typestr: typestr(layout.layout().config().dtype()),
-            })
-            .collect())
+        let dtype = layout.layout().config().dtype();
+        Ok(layout.spans().iter().map(|&span| Region::new(layout, span, dtype, &shape, &strides)).collect())
     }
 
     /// Axes of each item of `regions`, outermost first.
@@ -402,93 +386,4 @@ fn region_axes(layout: &kvferry::PhysicalLayout) -> Vec<Axis> {
     // Axes that foreign arrays did not name step nothing at all.
     let named = |axis| layout.layout().kind() != LayoutKind::Strided || view.stride(axis) != 0;
     view.order().into_iter().filter(|&axis| view.region_stride(axis) == 0 && named(axis)).collect()
-}
-
-/// NumPy type string; widths without a NumPy type are shown as unsigned integers.
-fn typestr(dtype: kvferry::Dtype) -> &'static str {
-    use kvferry::Dtype as D;
-    match dtype {
-        D::Float16 => "<f2",
-        D::Float32 => "<f4",
-        D::Float64 => "<f8",
-        D::Int8 => "|i1",
-        D::Int16 => "<i2",
-        D::Int32 => "<i4",
-        D::Int64 => "<i8",
-        D::BFloat16 => "<u2",
-        _ => "|u1",
-    }
-}
-
-/// A piece of a layout's memory. Keeps the layout alive; NumPy reads it without copying.
-#[pyclass(frozen, module = "kvferry")]
-pub(crate) struct Region {
-    layout: Arc<kvferry::PhysicalLayout>,
-    addr: u64,
-    nbytes: u64,
-    shape: Vec<u64>,
-    strides: Option<Vec<u64>>,
-    typestr: &'static str,
-}
-
-#[pymethods]
-impl Region {
-    /// First address.
-    #[getter]
-    fn addr(&self) -> u64 {
-        self.addr
-    }
-
-    /// Length in bytes.
-    #[getter]
-    fn nbytes(&self) -> u64 {
-        self.nbytes
-    }
-
-    /// Where the bytes lie.
-    #[getter]
-    fn memory(&self) -> Memory {
-        Memory::of(&self.layout)
-    }
-
-    #[getter]
-    fn __array_interface__<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        if !self.layout.memory_kind().is_host() {
-            // AttributeError, so that protocol look-ups go on to the next one.
-            return Err(pyo3::exceptions::PyAttributeError::new_err(
-                "device memory has no __array_interface__",
-            ));
-        }
-        self.interface(py)
-    }
-
-    #[getter]
-    fn __cuda_array_interface__<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        if !matches!(self.layout.memory_kind(), MemoryKind::Device(_)) {
-            return Err(pyo3::exceptions::PyAttributeError::new_err(
-                "host memory has no __cuda_array_interface__",
-            ));
-        }
-        self.interface(py)
-    }
-
-    fn __repr__(&self) -> String {
-        format!("Region({} bytes at {:#x} in {} memory)", self.nbytes, self.addr, self.layout.memory_kind())
-    }
-}
-
-impl Region {
-    fn interface<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        let dict = PyDict::new(py);
-        let read_only = self.layout.read_only_region().is_some();
-        dict.set_item("version", 3)?;
-        dict.set_item("data", (self.addr, read_only))?;
-        dict.set_item("shape", pyo3::types::PyTuple::new(py, &self.shape)?)?;
-        dict.set_item("typestr", self.typestr)?;
-        match &self.strides {
-            Some(strides) => dict.set_item("strides", pyo3::types::PyTuple::new(py, strides)?)?,
-            None => dict.set_item("strides", py.None())?,
-        }
-        Ok(dict)
-    }
 }

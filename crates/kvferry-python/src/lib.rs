@@ -6,12 +6,14 @@ mod context;
 mod descriptor;
 mod dlpack;
 mod errors;
+mod export;
 mod ids;
 mod info;
 mod layout;
 mod memory;
 mod notify;
 mod numbers;
+mod region;
 mod transfer;
 mod verify;
 
@@ -25,13 +27,15 @@ mod _core {
     #[pymodule_export]
     use crate::descriptor::{describe, plan};
     #[pymodule_export]
-    use crate::info::{build_info, devices, usable_cpus};
+    use crate::info::{build_info, devices, enable_logging, usable_cpus};
     #[pymodule_export]
-    use crate::layout::{PhysicalLayout, Region};
+    use crate::layout::PhysicalLayout;
     #[pymodule_export]
     use crate::memory::{Memory, device, pinned, system};
     #[pymodule_export]
     use crate::notify::Notifier;
+    #[pymodule_export]
+    use crate::region::Region;
     #[pymodule_export]
     use crate::transfer::{Transfer, TransferResult};
 }

@@ -146,7 +146,7 @@ impl Transfer {
     }
 
     fn __repr__(&self) -> String {
-        match self.job.outcome() {
+        match self.job.peek() {
             None => "Transfer(pending)".to_owned(),
             Some(Ok(result)) => format!("Transfer(done, {} bytes in {:.6} s)", result.bytes, result.seconds),
             Some(Err(failure)) => format!("Transfer(failed: {})", failure.reason),

@@ -67,7 +67,7 @@ pub enum Error {
         why: String,
     },
     /// An option with an illegal value.
-    #[error("{option} must be {expected}, got {value}")]
+    #[error("{option} must be {expected}, got {value:?}")]
     InvalidOption {
         /// Option name.
         option: &'static str,

@@ -172,9 +172,14 @@ impl PhysicalLayout {
     /// Region `index` for the CPU.
     ///
     /// # Errors
-    /// Memory the CPU cannot address.
+    /// No such region, or memory the CPU cannot address.
     pub fn host_region(&self, index: usize) -> Result<&HostRegion> {
-        self.regions[index].host().ok_or_else(|| Error::Unsupported {
+        let region = self.regions.get(index).ok_or_else(|| Error::InvalidOption {
+            option: "region",
+            expected: format!("below {}", self.regions.len()),
+            value: index.to_string(),
+        })?;
+        region.host().ok_or_else(|| Error::Unsupported {
             what: format!("CPU access to {} memory", self.kind),
             why: "only system and pinned memory are addressable by the CPU".to_owned(),
         })

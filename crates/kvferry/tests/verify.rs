@@ -268,7 +268,11 @@ fn what_is_refused_writes_nothing() {
 #[test]
 fn device_memory_is_refused() {
     let layout = Made::new(config(1, 1, 1, 1, 8), &Form::Own(FC)).layout;
-    let region = Region::device(0x7000_0000, layout.region_bytes(), 0, std::sync::Arc::new(()));
+    // SAFETY: never reached: everything refuses it first, which is what is tested.
+    let region = unsafe {
+        kvferry::cuda::DeviceRegion::from_raw(0x7000_0000, layout.region_bytes(), 0, std::sync::Arc::new(()))
+    };
+    let region = Region::Device(region);
     let layout = PhysicalLayout::from_regions(layout, MemoryKind::Device(0), vec![region]).unwrap();
     let results = [
         layout.checksum(&ids([0]), None).map(drop),

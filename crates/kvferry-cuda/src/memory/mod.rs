@@ -8,3 +8,4 @@ mod region;
 pub use device::DeviceBuffer;
 pub use pinned::PinnedBuffer;
 pub use pointer::{PointerKind, pointer_kind};
+pub use region::DeviceRegion;

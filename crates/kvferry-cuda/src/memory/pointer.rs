@@ -4,7 +4,6 @@ use std::ffi::c_void;
 
 use cudarc::driver::sys::CUpointer_attribute_enum as Attribute;
 
-use crate::driver::Driver;
 use crate::error::{CudaError, Result};
 use crate::raw;
 
@@ -26,13 +25,16 @@ const HOST: u64 = 1;
 /// `CU_MEMORYTYPE_DEVICE`.
 const DEVICE: u64 = 2;
 
-/// Asks the driver what `addr` points to (`cuPointerGetAttributes`). Needs no current context.
+/// `CUDA_ERROR_NOT_INITIALIZED`.
+const NOT_INITIALIZED: i32 = 3;
+
+/// Asks the driver what `addr` points to (`cuPointerGetAttributes`). Needs no current context, and does not initialise
+/// CUDA: in a process that nobody has initialised it for, all memory is the system's, and the process may still fork.
 ///
 /// # Errors
-/// Those of [`Driver::get`] (without a driver all memory is the system's; the caller decides), the driver's refusal, or
+/// [`CudaError::DriverNotFound`] (all memory is the system's then; the caller decides), the driver's refusal, or
 /// [`CudaError::UnknownMemoryType`].
 pub fn pointer_kind(addr: u64) -> Result<PointerKind> {
-    Driver::get()?;
     let mut asked = [
         Attribute::CU_POINTER_ATTRIBUTE_MEMORY_TYPE as u32,
         Attribute::CU_POINTER_ATTRIBUTE_IS_MANAGED as u32,
@@ -44,7 +46,11 @@ pub fn pointer_kind(addr: u64) -> Result<PointerKind> {
         [(&raw mut memory_type).cast(), (&raw mut is_managed).cast(), (&raw mut ordinal).cast()];
     // SAFETY: both arrays have three live entries, each value has room for its attribute, and any address may be asked
     // about: for one it does not know the driver stores nulls.
-    unsafe { raw::cuPointerGetAttributes(3, asked.as_mut_ptr(), values.as_mut_ptr(), addr) }?;
+    let asked = unsafe { raw::cuPointerGetAttributes(3, asked.as_mut_ptr(), values.as_mut_ptr(), addr) };
+    match asked {
+        Err(CudaError::Driver { code: NOT_INITIALIZED, .. }) => return Ok(PointerKind::System),
+        asked => asked?,
+    }
     match (memory_type, is_managed & 0xFF) {
         (_, managed) if managed != 0 => Ok(PointerKind::Managed),
         (0, _) => Ok(PointerKind::System),

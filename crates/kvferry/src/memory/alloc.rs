@@ -2,8 +2,8 @@
 
 use std::sync::Arc;
 
-use kvferry_cuda::{DeviceBuffer, PinnedBuffer};
-use kvferry_host::{HostBuffer, HostOptions, HostRegion, Owner};
+use kvferry_cuda::{DeviceBuffer, DeviceRegion, PinnedBuffer};
+use kvferry_host::{HostBuffer, HostOptions, HostRegion};
 use kvferry_layout::{Layout, LayoutError};
 
 use super::{MemoryKind, Region};
@@ -45,11 +45,12 @@ pub(crate) fn allocate(layout: &Layout, kind: MemoryKind, options: HostOptions) 
             starts(whole.addr()).map(|start| Ok(Region::Host(whole.part(start, region)?))).collect()
         }
         MemoryKind::Device(ordinal) => {
-            let buffer = Arc::new(DeviceBuffer::new(len, ordinal)?);
-            let owner: Owner = buffer.clone();
-            Ok(starts(buffer.addr())
-                .map(|start| Region::device(buffer.addr() + start, region, ordinal, owner.clone()))
-                .collect())
+            let whole = DeviceRegion::of_buffer(Arc::new(DeviceBuffer::new(len, ordinal)?));
+            starts(whole.addr())
+                .map(|start| {
+                    whole.part(start, region).map(Region::Device).ok_or_else(|| overflow("a region"))
+                })
+                .collect()
         }
     }
 }

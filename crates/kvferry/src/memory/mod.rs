@@ -4,7 +4,8 @@ mod alloc;
 
 use std::fmt;
 
-use kvferry_host::{HostRegion, Owner};
+use kvferry_cuda::DeviceRegion;
+use kvferry_host::HostRegion;
 use kvferry_layout::RegionSpan;
 
 pub(crate) use alloc::allocate;
@@ -38,21 +39,6 @@ impl fmt::Display for MemoryKind {
     }
 }
 
-/// Memory of a GPU, kept alive by its owner. Only an address here: engines touch it, the CPU never does.
-#[derive(Clone)]
-pub struct DeviceRegion {
-    addr: u64,
-    len: u64,
-    ordinal: u32,
-    _owner: Owner,
-}
-
-impl fmt::Debug for DeviceRegion {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "DeviceRegion({:#x}, {} bytes, device:{})", self.addr, self.len, self.ordinal)
-    }
-}
-
 /// A range of memory, kept alive by its owner.
 #[derive(Clone, Debug)]
 pub enum Region {
@@ -63,16 +49,11 @@ pub enum Region {
 }
 
 impl Region {
-    /// `len` bytes of GPU `ordinal` from `addr` on, alive while `owner` is.
-    pub fn device(addr: u64, len: u64, ordinal: u32, owner: Owner) -> Region {
-        Region::Device(DeviceRegion { addr, len, ordinal, _owner: owner })
-    }
-
     /// Address and length.
     pub fn span(&self) -> RegionSpan {
         match self {
             Region::Host(region) => RegionSpan { addr: region.addr(), len: region.len() },
-            Region::Device(region) => RegionSpan { addr: region.addr, len: region.len },
+            Region::Device(region) => RegionSpan { addr: region.addr(), len: region.len() },
         }
     }
 
@@ -96,7 +77,7 @@ impl Region {
     pub fn kind(&self) -> MemoryKind {
         match self {
             Region::Host(_) => MemoryKind::System,
-            Region::Device(region) => MemoryKind::Device(region.ordinal),
+            Region::Device(region) => MemoryKind::Device(region.ordinal()),
         }
     }
 
@@ -104,7 +85,7 @@ impl Region {
     pub fn is_of(&self, kind: MemoryKind) -> bool {
         match self {
             Region::Host(_) => kind.is_host(),
-            Region::Device(region) => kind == MemoryKind::Device(region.ordinal),
+            Region::Device(region) => kind == MemoryKind::Device(region.ordinal()),
         }
     }
 }

@@ -200,6 +200,11 @@ impl TransferCompleteNotification {
         outcome
     }
 
+    /// As [`outcome`](Self::outcome), without counting as a look at a failure: for printing.
+    pub fn peek(&self) -> Option<&Outcome> {
+        self.completion.ended_with()
+    }
+
     /// Calls `callback` once when the transfer ends: on the thread that ends it, or here and now if it has ended (inside
     /// another callback: right after that one). It must be short, must not wait for other jobs, and does not count as a
     /// look at a failure: that is still logged unless [`outcome`](Self::outcome), `wait` or `await` gives it out.

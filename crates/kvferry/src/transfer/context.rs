@@ -163,7 +163,8 @@ impl TransferContext {
     }
 
     /// Copies block `src_blocks[i]` of `src` to block `dst_blocks[i]` of `dst`, for every i, in whatever order.
-    /// Returns at once; both layouts are kept alive until the job is complete.
+    /// Returns at once; both layouts are kept alive until the job is complete. Two jobs that touch the same bytes, and of
+    /// which none follows the other, race: the bytes are then unspecified.
     ///
     /// # Errors
     /// As [`TransferContext::route`] and [`Route::submit`]; nothing has moved then.
