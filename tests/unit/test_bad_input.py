@@ -1,71 +1,132 @@
 """Bad and odd input: what users of other libraries ran into, case by case, and the test of each.
 
-Files are in tests/unit unless they end in .rs: those of crates/kvferry/tests, or of crates/kvferry-layout/tests
-where the name begins with `layout/`, or of crates/kvferry/src/transfer/host where it begins with `host/`.
-Cases that need a GPU (slow kernels on the caller's stream, pageable sources) or a disk are not listed.
+Python files are in tests/unit or tests/property. Rust files are in crates/kvferry/tests, those of `layout/`
+in crates/kvferry-layout/tests, those of `host/` in crates/kvferry/src/transfer/host. Cases that need a GPU
+(slow kernels on the caller's stream, pageable sources) or a disk are not listed.
 
 Users' reports
-- ids permuted between disjoint buffers: transfer_paths.rs::many_blocks_to_a_task,
-  property/test_transfers.py::test_transfers_do_what_the_oracle_says
-- ids permuted within one buffer (overlap): validation.rs::overlap_within_one_layout,
-  layout/overlap.rs::verdicts_match_byte_sets, test_transfer.py::TestIds::test_overlap, ::test_overlap_between_layouts
-- destination [5, 5]: layout/ids.rs::duplicates_at_every_position_and_size, test_transfer.py::TestIds::test_duplicates
-- source [5, 5] fans out: transfer_paths.rs::no_blocks_and_repeated_sources, test_transfer.py::TestIds::test_duplicates
-- id = num_blocks, id = -1, beyond any width: layout/ids.rs::ids_out_of_range_are_named_with_their_position,
-  validation.rs::ids, ::an_id_late_in_the_list_is_found_before_anything_moves,
-  test_transfer.py::TestIds::test_out_of_range, property/test_transfers.py::test_bad_ids_move_nothing
-- no ids: transfer_paths.rs::no_blocks_and_repeated_sources, after.rs::an_empty_job_follows_too,
-  test_transfer.py::TestIds::test_none_at_all
-- block bytes 1, 3, 7, 15, 17, 132, 257, 576, 584, 656, 1152, 4104 at bases off by 0, 1, 2, 4, 8, with guards:
-  bad_input.rs::odd_block_sizes_at_odd_bases, ::odd_rows_whose_order_changes, here: test_odd_pages_at_odd_bases
-- mixed alignment in one call of thousands of blocks: bad_input.rs::mixed_alignment_in_one_call
-- layers of 65,536 and 32,768 bytes: here: test_layers_of_two_page_sizes
-- offsets beyond 4 GiB, ids beyond 2^31: bad_input.rs::offsets_beyond_4_gib, ::ids_beyond_31_bits,
-  layout/hostile.rs::large_pages_in_parts, here: test_ids_beyond_31_bits
-- fp4: an odd count, and 128 values with 8 bytes of scales: here: test_fp4_is_bytes_and_scales
-- handle, buffers, context dropped in flight: bad_input.rs::memory_let_go_while_a_job_is_pending_stays_until_its_end,
-  completion.rs::dropped_handles_still_complete, concurrency.rs::dropping_the_context_waits_too,
-  test_lifetime.py::TestDropping, here: test_an_array_deleted_in_flight, test_ids_changed_in_flight
-- interpreter exit with jobs in flight: test_lifetime.py::TestExit
-- fork, then use: fork.rs::a_forked_child_is_refused_and_ends, test_lifetime.py::TestFork
-- a window of 4,096 tokens in blocks of 32 touches 129: bad_input.rs::a_window_that_starts_within_a_block_touches_129
-- axis orders guessed from (2, 2, ...) and (2, 1, ...): here: test_axes_are_never_guessed
-- two layouts of different sizes in one process: here: test_layers_of_two_page_sizes
-- stride apart from payload (padded pages): test_from_tensors.py::TestStrides::test_padding_between_rows_is_not_written,
-  layout/payload.rs::intervals_and_their_inverse
-- interleaved K and V: validation.rs::interleaved_k_and_v_views_are_apart_and_shifted_ones_are_not,
-  layout/overlap.rs::k_and_v_of_one_tensor_do_not_overlap
+- ids permuted between disjoint buffers:
+    transfer_paths.rs::many_blocks_to_a_task
+    property/test_transfers.py::test_transfers_do_what_the_oracle_says
+- ids permuted within one buffer (overlap):
+    validation.rs::overlap_within_one_layout
+    layout/overlap.rs::verdicts_match_byte_sets
+    test_block_ids.py::TestIds::test_overlap
+    test_block_ids.py::TestIds::test_overlap_between_layouts
+- destination [5, 5]:
+    layout/ids.rs::duplicates_at_every_position_and_size
+    test_block_ids.py::TestIds::test_duplicates
+- source [5, 5] fans out:
+    transfer_paths.rs::no_blocks_and_repeated_sources
+    test_block_ids.py::TestIds::test_duplicates
+- id = num_blocks, id = -1, beyond any width:
+    layout/ids.rs::ids_out_of_range_are_named_with_their_position
+    validation.rs::ids
+    validation.rs::an_id_late_in_the_list_is_found_before_anything_moves
+    test_block_ids.py::TestIds::test_out_of_range
+    property/test_transfers.py::test_bad_ids_move_nothing
+- no ids:
+    transfer_paths.rs::no_blocks_and_repeated_sources
+    after.rs::an_empty_job_follows_too
+    test_block_ids.py::TestIds::test_none_at_all
+- block bytes 1, 3, 7, 15, 17, 132, 257, 576, 584, 656, 1152, 4104 at bases off by 0, 1, 2, 4, 8, with
+  guards:
+    bad_input.rs::odd_block_sizes_at_odd_bases
+    bad_input.rs::odd_rows_whose_order_changes
+    here::test_odd_pages_at_odd_bases
+- mixed alignment in one call of thousands of blocks:
+    bad_input.rs::mixed_alignment_in_one_call
+- layers of 65,536 and 32,768 bytes:
+    here::test_layers_of_two_page_sizes
+- offsets beyond 4 GiB, ids beyond 2^31:
+    bad_input.rs::offsets_beyond_4_gib
+    bad_input.rs::ids_beyond_31_bits
+    layout/hostile.rs::large_pages_in_parts
+    here::test_ids_beyond_31_bits
+- fp4: an odd count, and 128 values with 8 bytes of scales:
+    here::test_fp4_is_bytes_and_scales
+- handle, buffers, context dropped in flight:
+    bad_input.rs::memory_let_go_while_a_job_is_pending_stays_until_its_end
+    completion.rs::dropped_handles_still_complete
+    concurrency.rs::dropping_the_context_waits_too
+    test_lifetime.py::TestDropping
+    here::test_an_array_deleted_in_flight
+    here::test_ids_changed_in_flight
+- interpreter exit with jobs in flight:
+    test_lifetime.py::TestExit
+- fork, then use:
+    fork.rs::a_forked_child_is_refused_and_ends
+    test_lifetime.py::TestFork
+- a window of 4,096 tokens in blocks of 32 touches 129:
+    bad_input.rs::a_window_that_starts_within_a_block_touches_129
+- axis orders guessed from (2, 2, ...) and (2, 1, ...):
+    here::test_axes_are_never_guessed
+- two layouts of different sizes in one process:
+    here::test_layers_of_two_page_sizes
+- stride apart from payload (padded pages):
+    test_from_tensors.py::TestStrides::test_padding_between_rows_is_not_written
+    layout/payload.rs::intervals_and_their_inverse
+- interleaved K and V:
+    validation.rs::interleaved_k_and_v_views_are_apart_and_shifted_ones_are_not
+    layout/overlap.rs::k_and_v_of_one_tensor_do_not_overlap
 
 The reference's errors
-- duplicate, missing, excess and unknown ids: as above; counts: layout/plan_errors.rs::ids_that_do_not_pair_up,
-  test_transfer.py::TestPages::test_counts_must_pair_up
-- layer range at its end, start, and empty: validation.rs::ranges_and_orders,
-  test_transfer.py::TestRanges::test_ranges_outside_the_layout
-- missing dtype, heads, or both ways to say a width: layout/config_errors.rs::missing_and_exclusive_fields,
-  test_config.py::test_what_is_required
-- wrong locality, missing backend, bounce buffers that host memory has no use for: validation.rs::device_memory,
-  ::strategies_and_engines, test_transfer.py::TestCompatibility::test_strategy, ::test_engines
-- no kernel for a pair of orders: every pair has one here: transfer_paths.rs::every_pair_of_kinds_whole_and_pooled
-- a failure midway names its blocks: host/failure_tests.rs::a_failed_job_names_its_blocks_and_only_those
+- duplicate, missing, excess and unknown ids: as above; counts:
+    layout/plan_errors.rs::ids_that_do_not_pair_up
+    test_transfer.py::TestPages::test_counts_must_pair_up
+- layer range at its end, start, and empty:
+    validation.rs::ranges_and_orders
+    test_transfer.py::TestRanges::test_ranges_outside_the_layout
+- missing dtype, heads, or both ways to say a width:
+    layout/config_errors.rs::missing_and_exclusive_fields
+    test_config.py::test_what_is_required
+- wrong locality, missing backend, bounce buffers that host memory has no use for:
+    validation.rs::device_memory
+    validation.rs::strategies_and_engines
+    test_transfer.py::TestCompatibility::test_strategy
+    test_transfer.py::TestCompatibility::test_engines
+- no kernel for a pair of orders: every pair has one here:
+    transfer_paths.rs::every_pair_of_kinds_whole_and_pooled
+- a failure midway names its blocks:
+    host/failure_tests.rs::a_failed_job_names_its_blocks_and_only_those
 
 Sizes, arrays and states
-- zero and negative extents: layout/config_errors.rs::sizes_out_of_range, test_config.py::test_sizes_out_of_range,
-  test_from_tensors.py::TestStrides::test_empty_dimensions
-- products near 2^63: layout/config_errors.rs::products_stop_at_63_bits, layout/hostile.rs::sizes_near_63_bits,
-  ::strides_near_63_bits_need_no_product, test_config.py::test_products_are_checked
-- wrong number, size and base of regions: bad_input.rs::regions_of_wrong_number_size_and_base,
-  validation.rs::regions_that_do_not_fit, layout/layout_errors.rs::regions_that_do_not_fit,
-  test_from_tensors.py::TestStructure::test_declared_alignment_is_checked
-- arrays not contiguous, of negative and of shared strides: test_from_tensors.py::TestStrides,
-  layout/foreign_errors.rs::strides_that_cannot_be; ids of any strides:
-  test_transfer.py::TestIds::test_whatever_holds_integers
-- read-only destinations: validation.rs::a_read_only_destination, test_from_tensors.py::TestAccess
-- a tensor given twice: layout/alias.rs, test_handles.py::test_a_tensor_given_twice_can_be_read_but_not_written
-- wrong widths: validation.rs::shapes, test_from_tensors.py::TestKinds, test_transfer.py::TestCompatibility
-- closed contexts: validation.rs::contexts, test_transfer.py::TestContext::test_closing
-- ten thousand tiny jobs from eight threads, a million in `make soak`: soak.rs, here: test_soak
-- memory that its owner frees under a living array (`resize(refcheck=False)`, `untyped_storage().resize_(0)`) is
-  undetectable: see the README's pitfalls
+- zero and negative extents:
+    layout/config_errors.rs::sizes_out_of_range
+    test_config.py::test_sizes_out_of_range
+    test_from_tensors.py::TestStrides::test_empty_dimensions
+- products near 2^63:
+    layout/config_errors.rs::products_stop_at_63_bits
+    layout/hostile.rs::sizes_near_63_bits
+    layout/hostile.rs::strides_near_63_bits_need_no_product
+    test_config.py::test_products_are_checked
+- wrong number, size and base of regions:
+    bad_input.rs::regions_of_wrong_number_size_and_base
+    validation.rs::regions_that_do_not_fit
+    layout/layout_errors.rs::regions_that_do_not_fit
+    test_from_tensors.py::TestStructure::test_declared_alignment_is_checked
+- arrays not contiguous, of negative and of shared strides:
+    test_from_tensors.py::TestStrides
+    layout/foreign_errors.rs::strides_that_cannot_be
+    test_block_ids.py::TestIds::test_whatever_holds_integers
+- read-only destinations:
+    validation.rs::a_read_only_destination
+    test_from_tensors.py::TestAccess
+- a tensor given twice:
+    layout/alias.rs
+    test_handles.py::test_a_tensor_given_twice_can_be_read_but_not_written
+- wrong widths:
+    validation.rs::shapes
+    test_array_kinds.py::TestKinds
+    test_transfer.py::TestCompatibility
+- closed contexts:
+    validation.rs::contexts
+    test_context.py::TestContext::test_closing
+- ten thousand tiny jobs from eight threads, a million in `make soak`:
+    soak.rs
+    here::test_soak
+- memory freed under a living array (`resize(refcheck=False)`, `untyped_storage().resize_(0)`): cannot be
+  seen, so that the README's pitfalls name it
 """
 
 from __future__ import annotations
@@ -74,6 +135,7 @@ import asyncio
 import gc
 import mmap
 import os
+import re
 import threading
 import time
 import weakref
@@ -87,8 +149,28 @@ from support import Cache, large, small
 
 import kvferry as kf
 
+ROOT = Path(__file__).resolve().parents[2]
 wrap = kf.PhysicalLayout.from_tensors
 pages = kf.PhysicalLayout.from_pages
+
+
+def test_the_list_is_true() -> None:
+    assert __doc__ is not None
+    rust = ROOT / "crates"
+    if not rust.is_dir():
+        pytest.skip("not in a checkout")
+    places = {
+        "layout/": rust / "kvferry-layout" / "tests",
+        "host/": rust / "kvferry" / "src" / "transfer" / "host",
+        "property/": ROOT / "tests" / "property",
+    }
+    for file, *names in (entry.split("::") for entry in re.findall(r"^    (\S+)$", __doc__, re.MULTILINE)):
+        folder = next((prefix for prefix in places if file.startswith(prefix)), "")
+        default = rust / "kvferry" / "tests" if file.endswith(".rs") else ROOT / "tests" / "unit"
+        path = Path(__file__) if file == "here" else places.get(folder, default) / file.removeprefix(folder)
+        text = path.read_text(encoding="utf-8")
+        for name in names:
+            assert re.search(rf"\b(fn|def|class) {name}\b", text), f"{file} has no {name}"
 
 
 def off_by(base: int, shape: tuple[int, ...]) -> tuple[Any, Any]:
@@ -149,7 +231,7 @@ def test_axes_are_never_guessed(shape: tuple[int, ...], ctx: kf.TransferContext)
         ctx.transfer(a, b, [last], [0]).wait()
         moved = np.moveaxis(source, axes.split().index("block"), 0)[last]
         assert (np.moveaxis(target, axes.split().index("block"), 0)[0] == moved).all()
-    # Two readings of the same memory do not fit each other, unless both axes are as long and neither is named.
+    # Two readings of the same memory do not fit each other.
     if shape[0] != shape[1]:
         source = np.zeros(shape, np.int16)
         one, other = (wrap(source, axes=f"{axes} page head dim") for axes in ("outer block", "block outer"))
@@ -193,7 +275,7 @@ def test_ids_beyond_31_bits(ctx: kf.TransferContext) -> None:
 
 
 def test_fp4_is_bytes_and_scales(ctx: kf.TransferContext) -> None:
-    # No layout counts fp4 values: half a byte has no address. 128 of them are 64 bytes, with 8 bytes of scales.
+    # Half a byte has no address, so no layout counts fp4 values: 128 are 64 bytes, with 8 bytes of scales.
     for name in ("float4_e2m1fn", "float4_e2m1fn_x2", "fp4", "nvfp4", "int4", "uint4"):
         with pytest.raises(kf.LayoutError, match="unknown dtype"):
             kf.LayoutConfig(num_blocks=1, num_layers=1, page_size=1, inner_dim=127, dtype=name)
@@ -273,7 +355,7 @@ JOBS = 840
 
 
 def test_soak() -> None:
-    """20,160 jobs from eight threads in three rounds, half of them awaited: every byte is right, and nothing is left."""
+    """20,160 jobs from eight threads, half of them awaited: every byte is right, and nothing is left."""
     cfg = kf.LayoutConfig(
         num_blocks=JOBS, num_layers=2, page_size=2, num_heads=2, head_dim=8, dtype="bfloat16"
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import sys
 import threading
 import weakref
 from pathlib import Path
@@ -194,6 +195,16 @@ class TestNumPy:
         gc.collect()
         assert array[6, 2, 1, 3, 5, 4] == (array.size - 1) % 100
 
+    @pytest.mark.skipif(sys.version_info < (3, 12), reason="Python 3.12 made __buffer__ callable")
+    def test_every_request_by_python(self) -> None:
+        region: Any = make().regions[0]
+        for flags in range(1 << 10):
+            try:
+                view = region.__buffer__(flags)
+            except (BufferError, ValueError):
+                continue
+            assert view.nbytes == memoryview(region).nbytes
+
     def test_read_only(self) -> None:
         array, layout = frozen()
         region = layout.regions[0]
@@ -360,7 +371,13 @@ class TestBuffer:
                 assert view.len == memoryview(region).nbytes
                 assert bool(view.shape) == (flags & ND == ND)
                 assert bool(view.strides) == (flags & STRIDES == STRIDES)
-                assert view.format == ({id(packed): b"e"}.get(id(region), b"i") if flags == FORMAT else None)
+                if flags & ND == ND:
+                    whole = memoryview(region)
+                    assert (view.ndim, view.itemsize) == (whole.ndim, whole.itemsize)
+                else:
+                    # Plain bytes: memoryview reads the shape of several dimensions, asked for or not.
+                    assert (view.ndim, view.itemsize) == (1, 1)
+                assert view.format == (b"B" if flags == FORMAT else None)
                 _release(ctypes.byref(view))
 
     def test_read_only(self) -> None:

@@ -191,7 +191,16 @@ impl Region {
         view.ndim = self.shape.len() as c_int;
         let unless =
             |asked: bool, pointer: *const isize| if asked { pointer.cast_mut() } else { ptr::null_mut() };
-        view.shape = unless(asked(ffi::PyBUF_ND), self.shape.as_ptr());
+        if !asked(ffi::PyBUF_ND) {
+            // Who asks for no shape gets one dimension of bytes, as PyBuffer_FillInfo fills it. More dimensions without a
+            // shape are legal for the protocol, but memoryview reads that null (`region.__buffer__(0)`, Python 3.12).
+            (view.ndim, view.itemsize) = (1, 1);
+            if asked(ffi::PyBUF_FORMAT) {
+                view.format = c"B".as_ptr().cast_mut();
+            }
+            return Ok(view);
+        }
+        view.shape = self.shape.as_ptr().cast_mut();
         view.strides = unless(asked(ffi::PyBUF_STRIDES), self.strides.as_ptr());
         if asked(ffi::PyBUF_FORMAT) {
             view.format = format(self.dtype).as_ptr().cast_mut();
