@@ -79,7 +79,9 @@ def cargo_test(*arguments: str) -> list[str]:
     """The test runner: nextest where it is installed, cargo test where it is not."""
     if shutil.which("cargo-nextest"):
         return ["cargo", "nextest", "run", "--no-fail-fast", "--status-level", "fail", *arguments]
-    return ["cargo", "test", "--lib", "--tests", "--examples", *arguments]
+    # Named tests exclude the wholesale selection.
+    which = [] if "--test" in arguments else ["--lib", "--tests", "--examples"]
+    return ["cargo", "test", *which, *arguments]
 
 
 def kernel_rungs() -> Iterator[Rung]:
@@ -103,7 +105,13 @@ def rust_rungs() -> Iterator[Rung]:
     yield Rung("Rust tests", [cargo_test()], off)
     # Overflow wraps silently in release; and the crate must stand without what its siblings switch on.
     alone = ["cargo", "check", "-q", "-p", "kvferry-layout", "--all-targets"]
-    yield Rung("layout alone and in release", [alone, cargo_test("--release", "-p", "kvferry-layout")], off)
+    chosen = [word for name in ("plan_copies", "overlap", "hostile") for word in ("--test", name)]
+    release = cargo_test("--release", "-p", "kvferry-layout", *chosen)
+    quick_link = {
+        "CARGO_PROFILE_RELEASE_LTO": "off",
+        "CARGO_TARGET_DIR": str(ROOT / "target" / "release-tests"),
+    }
+    yield Rung("layout alone and in release", [alone, release], off | quick_link)
     yield Rung("doctests", [["cargo", "test", "--doc", "-q"]], off)
     docs = ["cargo", "doc", "--workspace", "--no-deps", "-q"]
     yield Rung("rustdoc", [docs], off | {"RUSTDOCFLAGS": "-D warnings"})
