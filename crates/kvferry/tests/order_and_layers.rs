@@ -3,7 +3,6 @@
 
 mod common;
 
-use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use common::{
@@ -23,22 +22,19 @@ fn an_ordered_context_is_first_in_first_out() {
     let ctx = ordered();
     let gate = Gate::new();
     let (source, stations) = (small_pair().0, (0..40).map(|_| small_pair().1).collect::<Vec<_>>());
-    let ends = Arc::new(Mutex::new(Vec::new()));
-    let mut jobs = vec![ctx.transfer(&source, &stations[0], &ONE, &ONE, &after(&[&gate.job])).unwrap()];
-    for pair in stations.windows(2) {
+    let tagged = |tag, options| TransferOptions { tag: Some(tag), ..options };
+    let first = tagged(0, after(&[&gate.job]));
+    let mut jobs = vec![ctx.transfer(&source, &stations[0], &ONE, &ONE, &first).unwrap()];
+    for (tag, pair) in (1..).zip(stations.windows(2)) {
         // Nothing is named: only the order of the context hands the bytes on.
-        jobs.push(ctx.transfer(&pair[0], &pair[1], &ONE, &ONE, &TransferOptions::default()).unwrap());
-    }
-    for (index, job) in jobs.iter().enumerate() {
-        let ends = ends.clone();
-        job.on_complete(move |_| ends.lock().unwrap().push(index));
+        let options = tagged(tag, TransferOptions::default());
+        jobs.push(ctx.transfer(&pair[0], &pair[1], &ONE, &ONE, &options).unwrap());
     }
     assert_eq!(ctx.in_flight(), 40);
     gate.open();
     jobs.last().unwrap().wait(Some(PATIENCE)).unwrap();
     assert!(first_bytes(stations.last().unwrap(), 512).iter().all(|&byte| byte == 1));
-    common::eventually("all callbacks", || ends.lock().unwrap().len() == 40);
-    assert!(ends.lock().unwrap().is_sorted());
+    assert!(ctx.completed().iter().map(|(tag, _)| *tag).eq(0..40));
 }
 
 #[test]
@@ -86,6 +82,29 @@ fn tagged_jobs_are_told_of_once_and_in_order() {
         told.extend(ctx.completed());
         told.len() == 5
     });
+}
+
+#[test]
+fn tags_of_an_ordered_context_come_in_its_order() {
+    let ctx = ordered();
+    let (a, b) = small_pair();
+    let (mut told, by_threads) = (Vec::new(), pooled());
+    for tag in 0..20_000 {
+        // Some by the copy threads, whose ends are raced by jobs that run at once, some by layer.
+        let mut options = if tag % 3 == 0 { by_threads.clone() } else { TransferOptions::default() };
+        options.tag = Some(tag);
+        options.per_layer = tag % 7 == 0;
+        let job = ctx.transfer(&a, &b, &ONE, &ONE, &options).unwrap();
+        if tag % 5 == 0 {
+            job.wait(Some(PATIENCE)).unwrap();
+            told.extend(ctx.completed());
+            // What has ended has been told of.
+            assert_eq!(told.last().unwrap().0, tag);
+        }
+    }
+    ctx.close(Some(PATIENCE)).unwrap();
+    told.extend(ctx.completed());
+    assert!(told.iter().map(|(tag, _)| *tag).eq(0..20_000));
 }
 
 #[test]

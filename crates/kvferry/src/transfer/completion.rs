@@ -53,9 +53,14 @@ fn shown(ids: &[u32]) -> String {
 /// How a job ended.
 pub type Outcome = std::result::Result<TransferResult, TransferFailure>;
 
+/// Tagged jobs that have ended and not been asked for, in the order of their ends.
+pub(crate) type Ended = Arc<Mutex<Vec<(u64, Arc<Completion>)>>>;
+
 /// Shared between a job and its handles.
 pub(crate) struct Completion {
     event: Event,
+    // Where the end of a tagged job is told; taken at the end.
+    tag: Mutex<Option<(u64, Ended)>>,
     outcome: OnceLock<Outcome>,
     // `None` once ended: what is registered later runs at once.
     registered: Mutex<Option<Registered>>,
@@ -63,9 +68,10 @@ pub(crate) struct Completion {
 }
 
 impl Completion {
-    pub(crate) fn new() -> Arc<Completion> {
+    pub(crate) fn new(tag: Option<(u64, Ended)>) -> Arc<Completion> {
         Arc::new(Completion {
             event: Event::new(),
+            tag: Mutex::new(tag),
             outcome: OnceLock::new(),
             registered: Mutex::new(Some(Registered::default())),
             observed: AtomicBool::new(false),
@@ -75,7 +81,15 @@ impl Completion {
     /// Ends the job: waiters wake, then `ended` runs, then followers, wakers and callbacks.
     pub(crate) fn finish(self: &Arc<Self>, outcome: Outcome, ended: impl FnOnce()) {
         self.outcome.get_or_init(|| outcome);
-        self.event.set();
+        match lock(&self.tag).take() {
+            Some((tag, list)) => {
+                // Under one lock: a job that starts because this one has ended is told of after it.
+                let mut list = lock(&list);
+                self.event.set();
+                list.push((tag, self.clone()));
+            }
+            None => self.event.set(),
+        }
         ended();
         // Taken after the event is set: whoever finds the list gone also finds the job ended.
         let registered = lock(&self.registered).take();
@@ -85,6 +99,15 @@ impl Completion {
     /// The outcome once the job has ended, without counting as a look at it.
     pub(super) fn ended_with(&self) -> Option<&Outcome> {
         if self.event.is_set() { self.outcome.get() } else { None }
+    }
+
+    /// The outcome once the job has ended, which somebody has then seen.
+    pub(super) fn look(&self) -> Option<Outcome> {
+        let outcome = self.ended_with().cloned();
+        if outcome.is_some() {
+            self.observed.store(true, Ordering::Relaxed);
+        }
+        outcome
     }
 
     #[cfg(test)]
@@ -193,11 +216,7 @@ impl TransferCompleteNotification {
 
     /// How the transfer ended, or `None` while it runs. Never waits.
     pub fn outcome(&self) -> Option<Outcome> {
-        let outcome = self.completion.ended_with().cloned();
-        if outcome.is_some() {
-            self.observed();
-        }
-        outcome
+        self.completion.look()
     }
 
     /// As [`outcome`](Self::outcome), without counting as a look at a failure: for printing.

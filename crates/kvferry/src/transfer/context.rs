@@ -7,7 +7,7 @@ use std::time::Duration;
 use kvferry_host::ForkGuard;
 use kvferry_layout::{BlockId, PairRequest};
 
-use super::completion::{Outcome, TransferCompleteNotification};
+use super::completion::{Ended, Outcome, TransferCompleteNotification};
 use super::host::Pool;
 use super::lock;
 use super::options::TransferOptions;
@@ -35,7 +35,7 @@ pub(super) struct Shared {
     /// The last job of each direction, in an ordered context.
     pub(super) order: Option<Mutex<HashMap<TransferStrategy, TransferCompleteNotification>>>,
     /// Tagged jobs that have ended and not been asked for.
-    pub(super) completed: Mutex<Vec<(u64, TransferCompleteNotification)>>,
+    pub(super) completed: Ended,
 }
 
 /// Plans and runs transfers. Jobs of one context are unordered unless one is named in another's `after`, or the context
@@ -100,7 +100,7 @@ impl TransferContextBuilder {
             pool: Pool::new(threads, fork),
             fork,
             order: self.ordered.then(Mutex::default),
-            completed: Mutex::default(),
+            completed: Ended::default(),
         });
         Ok(TransferContext { shared, prepared: Mutex::new(HashMap::new()) })
     }
@@ -199,11 +199,11 @@ impl TransferContext {
         Ok(prepared)
     }
 
-    /// Tagged jobs that have ended since the last call, in order of their ends, with how they ended. Kept until asked
-    /// for: a context whose jobs are tagged must be polled.
+    /// Tagged jobs that have ended since the last call, in order of their ends, with how they ended: a job whose handle
+    /// says so is among them. Kept until asked for: a context whose jobs are tagged must be polled.
     pub fn completed(&self) -> Vec<(u64, Outcome)> {
         let ended = std::mem::take(&mut *lock(&self.shared.completed));
-        ended.into_iter().filter_map(|(tag, job)| Some((tag, job.outcome()?))).collect()
+        ended.into_iter().filter_map(|(tag, job)| Some((tag, job.look()?))).collect()
     }
 
     /// Refuses new jobs, waits for those in flight, helping with them, and stops the threads. Closing twice is fine, and

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
 use super::completion::{
-    Completion, Outcome, Pending, TransferCompleteNotification, TransferFailure, TransferResult,
+    Completion, Ended, Outcome, Pending, TransferCompleteNotification, TransferFailure, TransferResult,
 };
 use super::lock;
 
@@ -65,8 +65,9 @@ pub(super) fn gather(
     parts: Vec<TransferCompleteNotification>,
     blank: TransferResult,
     submitted: Instant,
+    tag: Option<(u64, Ended)>,
 ) -> TransferCompleteNotification {
-    let completion = Completion::new();
+    let completion = Completion::new(tag);
     let gather = Arc::new(Gather {
         completion: completion.clone(),
         left: AtomicUsize::new(parts.len()),

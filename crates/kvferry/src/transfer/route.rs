@@ -6,7 +6,7 @@ use std::time::Instant;
 use kvferry_layout::{Axis, BlockId, CopyPlan, LayoutError, PairPlan, PairRequest, find_overlap};
 
 use super::choose::{Choice, HostMode, choose, strategy};
-use super::completion::{TransferCompleteNotification, TransferResult};
+use super::completion::{Completion, Ended, TransferCompleteNotification, TransferResult};
 use super::context::Shared;
 use super::host::{HostJob, Split, TASK_BYTES, Work};
 use super::layers::gather;
@@ -139,15 +139,10 @@ impl Route {
             submission.gather(&plan, layers)
         } else {
             self.context.pool.admit(1, needs_threads)?;
-            submission.one(plan)
+            submission.one(plan, submission.tag())
         };
         if let Some(line) = line.as_mut() {
             line.insert(self.strategy, job.clone());
-        }
-        drop(line);
-        if let Some(tag) = self.options.tag {
-            let (shared, ended) = (self.context.clone(), job.clone());
-            job.on_complete(move |_| lock(&shared.completed).push((tag, ended)));
         }
         Ok(job)
     }
@@ -164,19 +159,25 @@ struct Submission<'a> {
 }
 
 impl Submission<'_> {
+    /// Where the end of the whole is to be told.
+    fn tag(&self) -> Option<(u64, Ended)> {
+        self.route.options.tag.map(|tag| (tag, self.route.context.completed.clone()))
+    }
+
     /// Starts one admitted job.
-    fn one(&self, plan: CopyPlan) -> TransferCompleteNotification {
+    fn one(&self, plan: CopyPlan, tag: Option<(u64, Ended)>) -> TransferCompleteNotification {
         let Route { context, src, dst, options, .. } = self.route;
         let split = Split::new(&plan, TASK_BYTES);
         let work = Work { plan, src: src.clone(), dst: dst.clone(), split, hint: self.choice.hint };
+        let completion = Completion::new(tag);
         if self.inline {
-            let job = HostJob::new(work, context.pool.clone(), 0, self.submitted);
+            let job = HostJob::new(work, context.pool.clone(), 0, self.submitted, completion);
             job.help(None);
             return TransferCompleteNotification::of_job(job);
         }
         // One hold per dependency and one for ourselves, so that the job cannot start while we still register.
         let holds = options.after.len() + usize::from(self.ahead.is_some()) + 1;
-        let job = HostJob::new(work, context.pool.clone(), holds, self.submitted);
+        let job = HostJob::new(work, context.pool.clone(), holds, self.submitted, completion);
         for dependency in &options.after {
             let waiting = job.clone();
             dependency.on_complete_first(move |outcome| waiting.release(Some(outcome)));
@@ -214,7 +215,7 @@ impl Submission<'_> {
             strategy: self.route.strategy,
         };
         let first = plan.pair().src().range(Axis::Layer).start;
-        let parts = layers.into_iter().map(|layer| self.one(layer)).collect();
-        gather(first, parts, blank, self.submitted)
+        let parts = layers.into_iter().map(|layer| self.one(layer, None)).collect();
+        gather(first, parts, blank, self.submitted, self.tag())
     }
 }

@@ -34,7 +34,13 @@ pub(crate) struct HostJob {
 }
 
 impl HostJob {
-    pub(crate) fn new(work: Work, pool: Arc<Pool>, holds: usize, submitted: Instant) -> Arc<HostJob> {
+    pub(crate) fn new(
+        work: Work,
+        pool: Arc<Pool>,
+        holds: usize,
+        submitted: Instant,
+        completion: Arc<Completion>,
+    ) -> Arc<HostJob> {
         let tasks = work.split.tasks();
         Arc::new(HostJob {
             work: Mutex::new(Some(Arc::new(work))),
@@ -44,7 +50,7 @@ impl HostJob {
             holds: AtomicUsize::new(holds),
             doomed: AtomicBool::new(false),
             failure: Mutex::new(None),
-            completion: Completion::new(),
+            completion,
             submitted,
             pool,
         })
@@ -175,7 +181,7 @@ mod tests {
         let work = Work { plan, src, dst: dst.clone(), split, hint: CopyHint::Temporal };
         let pool = Pool::new(1, ForkGuard::new());
         pool.admit(1, false).unwrap();
-        (HostJob::new(work, pool, holds, Instant::now()), dst)
+        (HostJob::new(work, pool, holds, Instant::now(), Completion::new(None)), dst)
     }
 
     fn moved(dst: &PhysicalLayout) -> bool {
