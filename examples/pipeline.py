@@ -28,7 +28,7 @@ async def main() -> None:
         for layer in range(CONFIG.num_layers):
             job.wait(layer=layer)
             attend(cache, layer)
-        print("layer by layer:", job.result())
+        print("layer by layer:", job.wait())  # the whole ends a moment after its last layer
 
         # Many requests at once: await them together, or poll the context.
         jobs = [ctx.transfer(pool, cache, [i], [63 - i], tag=f"request {i}") for i in range(16)]

@@ -201,7 +201,7 @@ impl TransferCompleteNotification {
     }
 
     /// The handle of one layer, by its number in the layouts; `None` unless the transfer was submitted with `per_layer`
-    /// and moves that layer.
+    /// and moves that layer. The whole ends a moment after its last layer: wait for it rather than assume it.
     pub fn layer(&self, layer: u64) -> Option<&TransferCompleteNotification> {
         match &self.work {
             Pending::Layers(layers) => layers.get(layer),
