@@ -167,7 +167,7 @@ def soak_rungs() -> Iterator[Rung]:
     )
     yield Rung(
         "a million jobs",
-        [["cargo", "test", "--release", "-p", "kvferry", "--", "--ignored", "--nocapture"]],
+        [["cargo", "test", "--release", "-p", "kvferry", "--test", "soak", "--", "--ignored", "--nocapture"]],
         off,
     )
 
