@@ -103,14 +103,9 @@ struct Interval {
     meets: bool,
 }
 
-/// Loops over regions (outermost by the planner's contract), and the plain strides inside them.
-fn split(pair: &PairPlan) -> (&[Loop], &[Loop]) {
-    pair.loops().split_at(pair.loops().iter().take_while(|l| !l.within_regions()).count())
-}
-
 fn intervals(plan: &CopyPlan, src: &[RegionSpan], dst: &[RegionSpan]) -> Result<Vec<Interval>, PlanError> {
     let pair = plan.pair();
-    let (outer, inner) = split(pair);
+    let (outer, inner) = pair.split_loops();
     let reach = |stride: fn(&Loop) -> u64| inner.iter().map(|l| (l.count - 1) * stride(l)).sum::<u64>();
     let (src_reach, dst_reach) = (reach(|l| l.src_stride), reach(|l| l.dst_stride));
     let mut out = Vec::new();
@@ -147,7 +142,7 @@ fn mark_meeting(sorted: &mut [Interval]) {
 
 /// The runs of one interval, block by block: (start, end, block id, is destination).
 fn expand_runs(pair: &PairPlan, interval: &Interval, out: &mut Vec<(u64, u64, u32, bool)>) {
-    let (_, inner) = split(pair);
+    let (_, inner) = pair.split_loops();
     let Segment { src, dst, count, .. } = interval.segment;
     let zero = Place { region: 0, offset: 0 };
     for index in 0..inner.iter().map(|l| l.count).product() {

@@ -49,6 +49,11 @@ impl Loop {
         self.src_region == 0 && self.dst_region == 0
     }
 
+    /// Whether one step carries a run of `bytes` on, end to end on both sides.
+    const fn continues(&self, bytes: u64) -> bool {
+        self.within_regions() && self.src_stride == bytes && self.dst_stride == bytes
+    }
+
     /// Whether one step of `self` is exactly all the steps of `inner`, on both sides.
     const fn wraps(&self, inner: &Loop) -> bool {
         self.src_stride == inner.src_stride * inner.count
@@ -191,6 +196,11 @@ impl PairPlan {
         &self.loops
     }
 
+    /// The same loops in two: those over regions, and the plain strides inside them.
+    pub fn split_loops(&self) -> (&[Loop], &[Loop]) {
+        self.loops.split_at(self.loops.iter().take_while(|l| !l.within_regions()).count())
+    }
+
     /// Bytes of the longest run inside one block that is contiguous on both sides.
     pub const fn run_bytes(&self) -> u64 {
         self.run_bytes
@@ -268,7 +278,7 @@ impl PairPlan {
     /// Whether `count` joined blocks keep the loops of one block.
     pub(crate) fn keeps_loops(&self, count: u32) -> bool {
         let run = self.run_bytes * u64::from(count);
-        !self.loops.iter().any(|l| l.within_regions() && l.src_stride == run && l.dst_stride == run)
+        !self.loops.iter().any(|l| l.continues(run))
     }
 }
 
@@ -311,9 +321,7 @@ fn loop_over(src: &View, dst: &View, axis: Axis) -> Loop {
 
 /// Grows a run over every loop that continues it on both sides; removes those loops and returns the run.
 pub(crate) fn absorb_tail(loops: &mut Vec<Loop>, mut run: u64) -> u64 {
-    while let Some(next) =
-        loops.iter().position(|l| l.within_regions() && l.src_stride == run && l.dst_stride == run)
-    {
+    while let Some(next) = loops.iter().position(|l| l.continues(run)) {
         run *= loops.remove(next).count;
     }
     run

@@ -57,7 +57,7 @@ impl Work {
     fn blocks(&self, copier: &mut Copier, first: u32, end: u32) -> Result<()> {
         let pair = self.plan.pair();
         let segments = self.plan.segments();
-        let (outer, inner) = split_loops(pair.loops());
+        let (outer, inner) = pair.split_loops();
         // Neighbours in the list are mostly joined alike: one nest serves them all.
         let (mut joined, mut lowered) = (1, nest(pair.run_bytes(), inner)?);
         let mut at = segments.partition_point(|s| s.before + s.count <= first);
@@ -84,7 +84,7 @@ impl Work {
         let at = segments.partition_point(|s| s.before + s.count <= block);
         let skip = block - segments[at].before;
         let (src, dst) = (pair.src_place(segments[at].src + skip), pair.dst_place(segments[at].dst + skip));
-        let (outer, inner) = split_loops(pair.loops());
+        let (outer, inner) = pair.split_loops();
         let (per_run, unit) = (self.split.units_per_run(), self.split.unit_bytes());
         if per_run == 1 {
             return self.nests(copier, outer, src, dst, &nest(pair.run_bytes(), inner)?, first, end);
@@ -141,11 +141,6 @@ impl Work {
         copier.nest((source, src.offset), (target, dst.offset), nest, runs)?;
         Ok(())
     }
-}
-
-/// Loops over regions (outermost by the planner's contract), and the plain strides inside them.
-fn split_loops(loops: &[Loop]) -> (&[Loop], &[Loop]) {
-    loops.split_at(loops.iter().take_while(|l| !l.within_regions()).count())
 }
 
 fn nest(run: u64, loops: &[Loop]) -> Result<CopyNest> {
