@@ -237,6 +237,38 @@ impl PairPlan {
         (self.src_parts, self.dst_parts)
     }
 
+    /// How ids step, on the source side and on the destination side.
+    pub const fn steps(&self) -> (BlockStep, BlockStep) {
+        (self.src_step, self.dst_step)
+    }
+
+    /// This pair in two hops through `blocks` blocks of staging memory in one region, packed end to end in the order
+    /// that one side has them in: source to stage, and stage to destination. Ids of the stage are its slots.
+    ///
+    /// The hop between `side` and the stage then has the longest runs that this side allows, whatever the other is.
+    ///
+    /// # Errors
+    /// A stage beyond 63 bits.
+    pub fn through_stage(&self, side: Side, blocks: u64) -> Result<(PairPlan, PairPlan), LayoutError> {
+        let like = match side {
+            Side::Source => &self.src,
+            Side::Destination => &self.dst,
+        };
+        let stage = like.packed(blocks)?;
+        let transforms = |a: &View, b: &View| a.order_differs(b);
+        let first = PairPlan::of_views(self.src.clone(), stage.clone(), 1, 1, transforms(&self.src, &stage));
+        let second = PairPlan::of_views(stage.clone(), self.dst.clone(), 1, 1, transforms(&stage, &self.dst));
+        Ok((first, second))
+    }
+
+    /// Bytes of the longest run that one side alone allows: those of its hop to a stage.
+    pub fn run_bytes_of(&self, side: Side) -> u64 {
+        match side {
+            Side::Source => self.src.packed_run(),
+            Side::Destination => self.dst.packed_run(),
+        }
+    }
+
     /// Whether both sides are the same view, so that on the same memory equal ids are the only overlap.
     pub const fn same_view(&self) -> bool {
         self.same_memory_rule

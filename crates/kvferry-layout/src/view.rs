@@ -249,6 +249,40 @@ impl View {
         }
     }
 
+    /// `blocks` blocks of this view's shape in one region, end to end without gaps, the axes inside a block in the order
+    /// that memory has them in here: over regions first, then by falling stride.
+    ///
+    /// # Errors
+    /// Bytes beyond 63 bits.
+    pub fn packed(&self, blocks: u64) -> Result<View, LayoutError> {
+        let mut inside = Axis::IN_BLOCK;
+        inside.sort_by_key(|&axis| std::cmp::Reverse((self.region_strides[axis], self.strides[axis])));
+        let mut order = [Axis::Block; 6];
+        order[1..].copy_from_slice(&inside);
+        let mut extents = self.extents;
+        extents[Axis::Block] = blocks;
+        let mut strides = PerAxis::splat(0u64);
+        let mut step = self.elem_bytes();
+        for &axis in order.iter().rev() {
+            strides[axis] = step;
+            step = mul(step, extents[axis], "bytes of a stage")?;
+        }
+        View::new(order, extents, strides, PerAxis::splat(0u64), self.elem_bits)
+    }
+
+    /// Bytes of the longest stretch inside one block that is contiguous here, all of an axis at a time.
+    pub fn packed_run(&self) -> u64 {
+        let mut inside = Axis::IN_BLOCK;
+        inside.sort_by_key(|&axis| self.strides[axis]);
+        let mut run = self.elem_bytes();
+        for axis in inside.into_iter().filter(|&axis| self.extents[axis] > 1) {
+            if self.region_strides[axis] == 0 && self.strides[axis] == run {
+                run *= self.extents[axis];
+            }
+        }
+        run
+    }
+
     /// Where the element at local coordinates `at` lies.
     ///
     /// # Errors
