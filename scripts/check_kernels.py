@@ -24,11 +24,14 @@ PTX_ARCHS = ("80", "120")
 # As in build/compile.rs, less what only concerns the fatbin.
 FLAGS = ("-std=c++17", "-O3", "-Iinclude", "-Werror=all-warnings")
 
+STRIDED = ("strided_tile", "strided_tile_large", "strided_word", "strided_word_large")
 # 65,536 registers per multiprocessor: 64 allow one CTA of 1,024 threads, what the launch geometry counts on.
-REGISTER_CAP = {"vectorized_copy": 64}
-# A 16-byte access in any of its spellings.
-WIDE = r"\.global(?:\.\w+)*\.(?:v2\.[usbf]64|v4\.[usbf]32|b128)\b"
-PTX_MUST_HAVE = {"vectorized_copy": (rf"\bld{WIDE}", rf"\bst{WIDE}")}
+REGISTER_CAP = {"vectorized_copy": 64} | dict.fromkeys(STRIDED, 64)
+# A 16-byte access in any of its spellings, with or without cache hints.
+WIDE = r"\.global(?:\.[\w:]+)*\.(?:v2\.[usbf]64|v4\.[usbf]32|b128)\b"
+PTX_MUST_HAVE = dict.fromkeys(REGISTER_CAP, (rf"\bld{WIDE}", rf"\bst{WIDE}"))
+# Parameters are read where they lie: a copy of 32 KiB per thread would be a stack frame.
+PTX_MUST_NOT_HAVE = dict.fromkeys(STRIDED, (r"\.local\b",))
 
 
 @dataclass(frozen=True)
@@ -102,6 +105,9 @@ def check_ptx(nvcc: Path, source: Path, arch: str, out: Path) -> list[tuple[str,
         wanted = PTX_MUST_HAVE.get(kernel, ())
         counts = [len(re.findall(pattern, text)) for pattern in wanted]
         faults = [f"lacks {pattern}" for pattern, count in zip(wanted, counts, strict=True) if count == 0]
+        faults += [
+            f"has {pattern}" for pattern in PTX_MUST_NOT_HAVE.get(kernel, ()) if re.search(pattern, text)
+        ]
         lines.append((f"{kernel:24} compute_{arch}: wide loads and stores {counts}", faults))
     return lines
 

@@ -1,6 +1,7 @@
 // The C interface through which the Rust tests run kernel bodies on the host.
 #include <cstring>
 
+#include "kvferry/strided_copy.cuh"
 #include "schedule.hpp"
 #include "selftest.hpp"
 
@@ -57,6 +58,7 @@ int kvf_host_run(const char* name, const void* params, u64 params_bytes, const h
     return run<Params>(bound, params, params_bytes, *launch, monitor);                                    \
   }
   KVF_VECTORIZED_COPY_KERNELS(KVF_DISPATCH)
+  KVF_STRIDED_COPY_KERNELS(KVF_DISPATCH)
   KVF_SELFTEST_BODIES(KVF_DISPATCH)
 #undef KVF_DISPATCH
   return kUnknownBody;
@@ -69,14 +71,25 @@ u64 kvf_host_layout(const char* type, const char* field) {
     if (std::strcmp(type, "Region") == 0) return sizeof(host::Region);
     if (std::strcmp(type, "Report") == 0) return sizeof(host::Report);
   }
-  if (std::strcmp(type, "VectorizedCopyParams") == 0) {
-    if (std::strcmp(field, "sizeof") == 0) return sizeof(VectorizedCopyParams);
-    if (std::strcmp(field, "alignof") == 0) return alignof(VectorizedCopyParams);
 #define KVF_OFFSET(name, offset) \
-  if (std::strcmp(field, #name) == 0) return offsetof(VectorizedCopyParams, name);
-    KVF_VECTORIZED_COPY_FIELDS(KVF_OFFSET)
-#undef KVF_OFFSET
+  if (std::strcmp(field, #name) == 0) return offsetof(Struct, name);
+#define KVF_LAYOUT(name, FIELDS)                                       \
+  if (std::strcmp(type, #name) == 0) {                                 \
+    using Struct = name;                                               \
+    if (std::strcmp(field, "sizeof") == 0) return sizeof(Struct);      \
+    if (std::strcmp(field, "alignof") == 0) return alignof(Struct);    \
+    FIELDS(KVF_OFFSET)                                                 \
   }
+  KVF_LAYOUT(VectorizedCopyParams, KVF_VECTORIZED_COPY_FIELDS)
+  KVF_LAYOUT(Divisor, KVF_DIVISOR_FIELDS)
+  KVF_LAYOUT(StridedLoopParams, KVF_STRIDED_LOOP_FIELDS)
+  KVF_LAYOUT(StridedSideParams, KVF_STRIDED_SIDE_FIELDS)
+  KVF_LAYOUT(StridedHeader, KVF_STRIDED_HEADER_FIELDS)
+  KVF_LAYOUT(StridedReport, KVF_STRIDED_REPORT_FIELDS)
+  KVF_LAYOUT(StridedSmall, KVF_STRIDED_PARAMS_FIELDS)
+  KVF_LAYOUT(StridedLarge, KVF_STRIDED_PARAMS_FIELDS)
+#undef KVF_LAYOUT
+#undef KVF_OFFSET
   return ~u64(0);
 }
 

@@ -34,7 +34,7 @@ class HostCx {
   void sync() { scheduler_->sync(bid_, tid_); }
   void poll() { scheduler_->poll(bid_, tid_); }
 
-  template <class V>
+  template <class V, Hint>
   V load(u64 address) {
     V value{};
     if (monitor_->check(kRead, address, sizeof(V), bid_, tid_)) {
@@ -43,11 +43,20 @@ class HostCx {
     return value;
   }
 
-  template <class V>
+  template <class V, Hint>
   void store(u64 address, V value) {
     if (monitor_->check(kWrite, address, sizeof(V), bid_, tid_)) {
       std::memcpy(reinterpret_cast<void*>(address), &value, sizeof(V));
     }
+  }
+
+  u32 cas(u64 address, u32 expected, u32 desired) {
+    const bool readable = monitor_->check(kRead, address, sizeof(u32), bid_, tid_);
+    if (!readable || !monitor_->check(kWrite, address, sizeof(u32), bid_, tid_)) return 0;
+    u32 found;
+    std::memcpy(&found, reinterpret_cast<const void*>(address), sizeof found);
+    if (found == expected) std::memcpy(reinterpret_cast<void*>(address), &desired, sizeof desired);
+    return found;
   }
 
  private:

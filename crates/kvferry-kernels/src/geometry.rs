@@ -37,4 +37,36 @@ pub enum GeometryError {
         /// Bytes of each.
         bytes_per_pair: u64,
     },
+    /// More pairs than the index of one launch counts.
+    #[error("{pairs} pairs exceed the limit of {limit} in one launch")]
+    TooManyPairs {
+        /// Pairs asked for.
+        pairs: u64,
+        /// Most.
+        limit: u64,
+    },
+    /// More words than the parameters hold.
+    #[error("{words} inline words (region bases and id pairs) exceed the limit of {limit}")]
+    TooManyWords {
+        /// Words asked for.
+        words: usize,
+        /// Most.
+        limit: usize,
+    },
+    /// A list does not have the length that the launch was made for.
+    #[error("{given} {what} given, {wanted} wanted")]
+    WrongWords {
+        /// What is listed.
+        what: &'static str,
+        /// Words given.
+        given: usize,
+        /// Words wanted.
+        wanted: usize,
+    },
+    /// Ids on the device have 4 or 8 bytes.
+    #[error("ids of {width} bytes; 4 or 8 are understood")]
+    IdWidth {
+        /// Bytes of an id.
+        width: u8,
+    },
 }

@@ -6,17 +6,20 @@
 pub enum Module {
     /// `cuda/vectorized_copy.cu`.
     VectorizedCopy,
+    /// `cuda/strided_copy.cu`.
+    StridedCopy,
 }
 
 impl Module {
     /// Every module; `module as usize` is its index here, so that caches can be arrays.
-    pub const ALL: &'static [Self] = &[Self::VectorizedCopy];
+    pub const ALL: &'static [Self] = &[Self::VectorizedCopy, Self::StridedCopy];
 
     /// The file stem of its source.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
             Self::VectorizedCopy => "vectorized_copy",
+            Self::StridedCopy => "strided_copy",
         }
     }
 }
@@ -27,17 +30,35 @@ impl Module {
 pub enum Kernel {
     /// Copies pairs of equally long runs named by two pointer tables.
     VectorizedCopy,
+    /// Copies blocks between strided layouts by chunks of runs; parameters of 4,096 bytes.
+    StridedTile,
+    /// The same with parameters of 32,760 bytes.
+    StridedTileLarge,
+    /// Copies blocks between strided layouts unit by unit; parameters of 4,096 bytes.
+    StridedWord,
+    /// The same with parameters of 32,760 bytes.
+    StridedWordLarge,
 }
 
 impl Kernel {
     /// Every kernel; `kernel as usize` is its index here, so that caches can be arrays.
-    pub const ALL: &'static [Self] = &[Self::VectorizedCopy];
+    pub const ALL: &'static [Self] = &[
+        Self::VectorizedCopy,
+        Self::StridedTile,
+        Self::StridedTileLarge,
+        Self::StridedWord,
+        Self::StridedWordLarge,
+    ];
 
     /// The symbol to look up in [`Kernel::module`].
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
             Self::VectorizedCopy => "vectorized_copy",
+            Self::StridedTile => "strided_tile",
+            Self::StridedTileLarge => "strided_tile_large",
+            Self::StridedWord => "strided_word",
+            Self::StridedWordLarge => "strided_word_large",
         }
     }
 
@@ -46,6 +67,9 @@ impl Kernel {
     pub const fn module(self) -> Module {
         match self {
             Self::VectorizedCopy => Module::VectorizedCopy,
+            Self::StridedTile | Self::StridedTileLarge | Self::StridedWord | Self::StridedWordLarge => {
+                Module::StridedCopy
+            }
         }
     }
 
@@ -54,6 +78,8 @@ impl Kernel {
     pub const fn param_bytes(self) -> usize {
         match self {
             Self::VectorizedCopy => size_of::<crate::VectorizedCopyParams>(),
+            Self::StridedTile | Self::StridedWord => crate::PARAM_BYTES_SMALL,
+            Self::StridedTileLarge | Self::StridedWordLarge => crate::PARAM_BYTES_LARGE,
         }
     }
 }

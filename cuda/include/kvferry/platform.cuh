@@ -6,7 +6,8 @@
 //     sync()                CTA barrier, reached by every thread of the CTA
 //     poll()                one turn of a spin loop: lets whoever is waited for run
 //     shared()              the CTA's dynamic shared memory, aligned to 16, uninitialised
-//     load<V>() store<V>()  global memory at a 64-bit address that is a multiple of sizeof(V)
+//     load<V>() store<V>()  global memory at a 64-bit address that is a multiple of sizeof(V); a `Hint` may follow V
+//     cas()                 compare-and-swap of a u32 in global memory, relaxed: returns what was there
 // and nothing else: no threadIdx, no __shared__ in a body. `DeviceCx` is the GPU's; `HostCx` (cuda/host) runs the
 // same bodies under checks. Bodies write `load<V>(cx, address)`, which spares them `cx.template load<V>(address)`.
 #pragma once
@@ -17,9 +18,11 @@
 #if defined(__CUDACC__)
 #define KVF_HD __device__ __forceinline__
 #define KVF_NO_UNROLL _Pragma("unroll 1")
+#define KVF_UNROLL _Pragma("unroll")
 #else
 #define KVF_HD inline
 #define KVF_NO_UNROLL
+#define KVF_UNROLL
 #endif
 
 namespace kvferry {
@@ -36,14 +39,20 @@ struct alignas(16) U128 {
 };
 static_assert(sizeof(U128) == 16 && alignof(U128) == 16, "a 16-byte access needs a 16-byte type");
 
-template <class V, class Cx>
+// What is said to the caches about an access. Speed only: the bytes are the same.
+enum class Hint {
+  kNone,
+  kStream,  // .cs: touched once, the first to be evicted
+};
+
+template <class V, Hint kHint = Hint::kNone, class Cx>
 KVF_HD V load(Cx& cx, u64 address) {
-  return cx.template load<V>(address);
+  return cx.template load<V, kHint>(address);
 }
 
-template <class V, class Cx>
+template <class V, Hint kHint = Hint::kNone, class Cx>
 KVF_HD void store(Cx& cx, u64 address, V value) {
-  cx.template store<V>(address, value);
+  cx.template store<V, kHint>(address, value);
 }
 
 #if defined(__CUDACC__)
@@ -54,38 +63,41 @@ namespace device {
 
 // An address read from a table is a generic pointer to the compiler, which then cannot use the global-memory path; the
 // instructions are therefore spelled out. Device, mapped host and peer memory are all global to PTX.
-template <class V>
+template <class V, Hint kHint>
 struct Global;
 
-#define KVF_GLOBAL_ACCESS(V, suffix, constraint, Reg)                                          \
-  template <>                                                                                  \
-  struct Global<V> {                                                                           \
-    static KVF_HD V load(u64 address) {                                                        \
-      Reg value;                                                                               \
-      asm volatile("ld.global." suffix " %0, [%1];" : "=" constraint(value) : "l"(address));   \
-      return V(value);                                                                         \
-    }                                                                                          \
-    static KVF_HD void store(u64 address, V value) {                                           \
-      asm volatile("st.global." suffix " [%0], %1;" ::"l"(address), constraint(Reg(value)));   \
-    }                                                                                          \
+#define KVF_GLOBAL_ACCESS(V, hint, op, suffix, constraint, Reg)                                               \
+  template <>                                                                                                 \
+  struct Global<V, hint> {                                                                                    \
+    static KVF_HD V load(u64 address) {                                                                       \
+      Reg value;                                                                                              \
+      asm volatile("ld.global" op suffix " %0, [%1];" : "=" constraint(value) : "l"(address));                \
+      return V(value);                                                                                        \
+    }                                                                                                         \
+    static KVF_HD void store(u64 address, V value) {                                                          \
+      asm volatile("st.global" op suffix " [%0], %1;" ::"l"(address), constraint(Reg(value)));                \
+    }                                                                                                         \
   };
-KVF_GLOBAL_ACCESS(u8, "u8", "h", u16)  // PTX has no 8-bit registers
-KVF_GLOBAL_ACCESS(u16, "u16", "h", u16)
-KVF_GLOBAL_ACCESS(u32, "u32", "r", u32)
-KVF_GLOBAL_ACCESS(u64, "u64", "l", u64)
+#define KVF_GLOBAL_ACCESSES(hint, op)                                                                         \
+  KVF_GLOBAL_ACCESS(u8, hint, op, ".u8", "h", u16) /* PTX has no 8-bit registers */                           \
+  KVF_GLOBAL_ACCESS(u16, hint, op, ".u16", "h", u16)                                                          \
+  KVF_GLOBAL_ACCESS(u32, hint, op, ".u32", "r", u32)                                                          \
+  KVF_GLOBAL_ACCESS(u64, hint, op, ".u64", "l", u64)                                                          \
+  template <>                                                                                                 \
+  struct Global<U128, hint> {                                                                                 \
+    static KVF_HD U128 load(u64 address) {                                                                    \
+      U128 v;                                                                                                 \
+      asm volatile("ld.global" op ".v2.u64 {%0, %1}, [%2];" : "=l"(v.lo), "=l"(v.hi) : "l"(address));         \
+      return v;                                                                                               \
+    }                                                                                                         \
+    static KVF_HD void store(u64 address, U128 v) {                                                           \
+      asm volatile("st.global" op ".v2.u64 [%0], {%1, %2};" ::"l"(address), "l"(v.lo), "l"(v.hi));            \
+    }                                                                                                         \
+  };
+KVF_GLOBAL_ACCESSES(Hint::kNone, "")
+KVF_GLOBAL_ACCESSES(Hint::kStream, ".cs")
+#undef KVF_GLOBAL_ACCESSES
 #undef KVF_GLOBAL_ACCESS
-
-template <>
-struct Global<U128> {
-  static KVF_HD U128 load(u64 address) {
-    U128 v;
-    asm volatile("ld.global.v2.u64 {%0, %1}, [%2];" : "=l"(v.lo), "=l"(v.hi) : "l"(address));
-    return v;
-  }
-  static KVF_HD void store(u64 address, U128 v) {
-    asm volatile("st.global.v2.u64 [%0], {%1, %2};" ::"l"(address), "l"(v.lo), "l"(v.hi));
-  }
-};
 
 }  // namespace device
 
@@ -103,14 +115,23 @@ struct DeviceCx {
 #endif
   }
 
-  template <class V>
+  template <class V, Hint kHint>
   KVF_HD V load(u64 address) {
-    return device::Global<V>::load(address);
+    return device::Global<V, kHint>::load(address);
   }
 
-  template <class V>
+  template <class V, Hint kHint>
   KVF_HD void store(u64 address, V value) {
-    device::Global<V>::store(address, value);
+    device::Global<V, kHint>::store(address, value);
+  }
+
+  KVF_HD u32 cas(u64 address, u32 expected, u32 desired) {
+    u32 found;
+    asm volatile("atom.relaxed.gpu.global.cas.b32 %0, [%1], %2, %3;"
+                 : "=r"(found)
+                 : "l"(address), "r"(expected), "r"(desired)
+                 : "memory");
+    return found;
   }
 };
 

@@ -4,11 +4,10 @@
 // belongs to one team of 2^team_shift consecutive threads; teams walk the items in strides of their number, so any
 // grid covers any amount of work. There is no barrier and no shared memory.
 //
-// Alignment is decided for each item: the unit is the widest of 16, 8, 4, 2, 1 bytes that divides src - dst; bytes
-// before the first and after the last whole unit go one by one. Any pointer and any size is legal.
+// Alignment is decided for each item (copy_run). Any pointer and any size is legal.
 #pragma once
 
-#include "kvferry/platform.cuh"
+#include "kvferry/copy_run.cuh"
 
 namespace kvferry {
 
@@ -38,68 +37,6 @@ struct VectorizedCopyParams {
 // X(kernel symbol, body, params, most threads per CTA)
 #define KVF_VECTORIZED_COPY_KERNELS(X) X(vectorized_copy, kvferry::vectorized_copy, kvferry::VectorizedCopyParams, 1024)
 
-// Copies n units of type V with `team` lanes; four loads are issued before the first store waits for one.
-template <class V, class Cx>
-KVF_HD void copy_units(Cx& cx, u64 src, u64 dst, u64 n, u32 lane, u32 team) {
-  const u64 step = u64(team) * sizeof(V);
-  const u64 end = n * sizeof(V);
-  u64 at = u64(lane) * sizeof(V);
-  // Unrolled by hand above the compiler's own: more copies cost registers, and with them resident CTAs.
-  KVF_NO_UNROLL
-  for (; at + 3 * step < end; at += 4 * step) {
-    const V a = load<V>(cx, src + at);
-    const V b = load<V>(cx, src + at + step);
-    const V c = load<V>(cx, src + at + 2 * step);
-    const V d = load<V>(cx, src + at + 3 * step);
-    store<V>(cx, dst + at, a);
-    store<V>(cx, dst + at + step, b);
-    store<V>(cx, dst + at + 2 * step, c);
-    store<V>(cx, dst + at + 3 * step, d);
-  }
-  // At most three units are left for this lane; their loads overlap as well.
-  const bool first = at < end;
-  const bool second = at + step < end;
-  const bool third = at + 2 * step < end;
-  V a{}, b{}, c{};
-  if (first) a = load<V>(cx, src + at);
-  if (second) b = load<V>(cx, src + at + step);
-  if (third) c = load<V>(cx, src + at + 2 * step);
-  if (first) store<V>(cx, dst + at, a);
-  if (second) store<V>(cx, dst + at + step, b);
-  if (third) store<V>(cx, dst + at + 2 * step, c);
-}
-
-// Head bytes up to the first address that is a multiple of sizeof(V) on both sides, whole units, tail bytes.
-// Requires src == dst modulo sizeof(V).
-template <class V, class Cx>
-KVF_HD void copy_aligned(Cx& cx, u64 src, u64 dst, u64 bytes, u32 lane, u32 team) {
-  const u64 gap = (0 - dst) & (sizeof(V) - 1);
-  const u64 head = gap < bytes ? gap : bytes;
-  const u64 units = (bytes - head) / sizeof(V);
-  const u64 tail_at = head + units * sizeof(V);
-  KVF_NO_UNROLL
-  for (u64 i = lane; i < head; i += team) store<u8>(cx, dst + i, load<u8>(cx, src + i));
-  copy_units<V>(cx, src + head, dst + head, units, lane, team);
-  KVF_NO_UNROLL
-  for (u64 i = tail_at + lane; i < bytes; i += team) store<u8>(cx, dst + i, load<u8>(cx, src + i));
-}
-
-template <class Cx>
-KVF_HD void copy_run(Cx& cx, u64 src, u64 dst, u64 bytes, u32 lane, u32 team) {
-  const u32 differ = u32(src ^ dst) & 15;
-  if (differ == 0) {
-    copy_aligned<U128>(cx, src, dst, bytes, lane, team);
-  } else if ((differ & 7) == 0) {
-    copy_aligned<u64>(cx, src, dst, bytes, lane, team);
-  } else if ((differ & 3) == 0) {
-    copy_aligned<u32>(cx, src, dst, bytes, lane, team);
-  } else if ((differ & 1) == 0) {
-    copy_aligned<u16>(cx, src, dst, bytes, lane, team);
-  } else {
-    copy_aligned<u8>(cx, src, dst, bytes, lane, team);
-  }
-}
-
 template <class Cx>
 KVF_HD void vectorized_copy(Cx& cx, const VectorizedCopyParams& p) {
   const u32 team = u32(1) << p.team_shift;
@@ -126,7 +63,8 @@ KVF_HD void vectorized_copy(Cx& cx, const VectorizedCopyParams& p) {
       next_src = load<u64>(cx, p.src_table + next_pair * 8);
       next_dst = load<u64>(cx, p.dst_table + next_pair * 8);
     }
-    copy_run(cx, src + offset, dst + offset, whole || left < p.chunk_bytes ? left : p.chunk_bytes, lane, team);
+    const u64 bytes = whole || left < p.chunk_bytes ? left : p.chunk_bytes;
+    copy_run<Hint::kNone>(cx, src + offset, dst + offset, bytes, lane, team);
     if (!more) return;
     item = next_item, pair = next_pair, src = next_src, dst = next_dst;
   }

@@ -8,4 +8,7 @@ mod ffi;
 mod fibers;
 mod layout;
 mod negative;
+mod strided_any;
+mod strided_case;
+mod strided_copy;
 mod vectorized_copy;
