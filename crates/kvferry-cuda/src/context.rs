@@ -5,7 +5,7 @@ use std::marker::PhantomData;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 use crate::driver::Driver;
-use crate::error::Result;
+use crate::error::{CudaError, NOT_INITIALIZED, Result};
 use crate::raw::{self, CUcontext, CUdevice};
 
 /// The primary context of one device, the one that torch, CuPy and the CUDA runtime use too. Retained while any clone of
@@ -31,7 +31,7 @@ impl PrimaryContext {
     /// device by anyone creates its context, which takes a few hundred milliseconds.
     ///
     /// # Errors
-    /// Those of [`Driver::get`], [`CudaError::InvalidDevice`](crate::CudaError::InvalidDevice), and a failing creation.
+    /// Those of [`Driver::get`], [`CudaError::InvalidDevice`], and a failing creation.
     pub fn get(ordinal: u32) -> Result<Arc<PrimaryContext>> {
         let device = Driver::get()?.device(ordinal)?;
         // The map is valid after any panic: entries are inserted whole.
@@ -52,11 +52,16 @@ impl PrimaryContext {
         self.ordinal
     }
 
+    /// The driver's handle.
+    pub(crate) fn handle(&self) -> CUcontext {
+        self.handle
+    }
+
     /// Makes this context current for the calling thread until the guard is dropped, which restores what was current
     /// before (also nothing). Costs one driver call if it is current already.
     ///
     /// # Errors
-    /// [`CudaError::Driver`](crate::CudaError::Driver) if the driver refuses, for instance in a forked child.
+    /// [`CudaError::Driver`] if the driver refuses, for instance in a forked child.
     pub fn enter(&self) -> Result<ContextGuard<'_>> {
         let pushed = current()? != self.handle;
         if pushed {
@@ -85,6 +90,13 @@ pub struct ContextGuard<'a> {
     not_send: PhantomData<*mut ()>,
 }
 
+impl ContextGuard<'_> {
+    /// The context that is current while this lives.
+    pub(crate) fn context(&self) -> &PrimaryContext {
+        self.context
+    }
+}
+
 impl Drop for ContextGuard<'_> {
     fn drop(&mut self) {
         if !self.pushed {
@@ -104,11 +116,33 @@ impl Drop for ContextGuard<'_> {
 }
 
 /// The calling thread's current context; null if there is none.
-fn current() -> Result<CUcontext> {
+pub(crate) fn current() -> Result<CUcontext> {
     let mut handle = std::ptr::null_mut();
     // SAFETY: `handle` is a live pointer.
     unsafe { raw::cuCtxGetCurrent(&mut handle) }?;
     Ok(handle)
+}
+
+/// The device whose context is current for the calling thread, whoever made it so (torch, CuPy, the CUDA runtime);
+/// `None` if there is none. Does not initialise CUDA: in a process that nobody has initialised it for, and on a machine
+/// without a driver, nothing is current.
+///
+/// # Errors
+/// The driver's refusal.
+pub fn current_device() -> Result<Option<u32>> {
+    match current() {
+        Ok(context) if context.is_null() => return Ok(None),
+        Ok(_) => {}
+        Err(CudaError::DriverNotFound { .. } | CudaError::Driver { code: NOT_INITIALIZED, .. }) => {
+            return Ok(None);
+        }
+        Err(error) => return Err(error),
+    }
+    let mut device = 0;
+    // SAFETY: `device` is a live integer and a context is current.
+    unsafe { raw::cuCtxGetDevice(&mut device) }?;
+    // There is a context, so CUDA is initialised already.
+    Ok(Driver::get()?.ordinal(device))
 }
 
 #[cfg(test)]
@@ -145,6 +179,22 @@ mod tests {
                 assert_eq!(current().unwrap(), first.handle);
             }
             assert!(current().unwrap().is_null());
+        })
+        .join()
+        .unwrap();
+    }
+
+    #[test]
+    fn the_current_device_is_the_guards() {
+        let Some(driver) = gpu() else { return };
+        let last = driver.device_count() - 1;
+        std::thread::spawn(move || {
+            let other = PrimaryContext::get(last).unwrap();
+            assert_eq!(current_device(), Ok(None));
+            let guard = other.enter().unwrap();
+            assert_eq!(current_device(), Ok(Some(last)));
+            drop(guard);
+            assert_eq!(current_device(), Ok(None));
         })
         .join()
         .unwrap();

@@ -79,7 +79,7 @@ impl DeviceInfo {
 }
 
 /// A device attribute that is never negative.
-fn attribute(device: CUdevice, which: Attribute) -> Result<u32> {
+pub(crate) fn attribute(device: CUdevice, which: Attribute) -> Result<u32> {
     let mut value = 0;
     // SAFETY: `value` is a live integer; the driver checks the attribute.
     unsafe { raw::cuDeviceGetAttribute(&mut value, which as u32, device) }?;

@@ -109,6 +109,11 @@ impl Driver {
         unsafe { raw::cuDeviceGet(&mut device, index) }?;
         Ok(device)
     }
+
+    /// The number of the device with this handle. Handles are compared, never computed with.
+    pub(crate) fn ordinal(&self, device: raw::CUdevice) -> Option<u32> {
+        (0..self.device_count).find(|&ordinal| self.device(ordinal).is_ok_and(|found| found == device))
+    }
 }
 
 #[cfg(test)]

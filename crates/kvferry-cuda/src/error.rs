@@ -1,9 +1,14 @@
 //! What can go wrong at the CUDA border.
 
+use kvferry_kernels::{GeometryError, StridedError};
+
 use crate::driver::DriverVersion;
 
 /// Result of this crate.
 pub type Result<T, E = CudaError> = std::result::Result<T, E>;
+
+/// The two sides of a copy.
+pub use kvferry_kernels::SideName as Side;
 
 /// An error of the CUDA border. Sizes and offsets are in bytes, ordinals are the driver's device numbers.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -73,6 +78,182 @@ pub enum CudaError {
         /// The driver's number.
         value: u64,
     },
+    /// This build of kvferry holds no compiled kernels.
+    #[error(
+        "this build of kvferry has no CUDA kernels (it was built without nvcc): only copy-engine paths work"
+    )]
+    NoKernels,
+    /// A context guard of another device than the one the call is about, or another context was made current inside it.
+    #[error("the current CUDA context is not the one of device {ordinal}, which this call is about")]
+    WrongContext {
+        /// Device the call is about.
+        ordinal: u32,
+    },
+    /// A stream of another device or context than the one the call is about.
+    #[error("stream {stream:#x} does not belong to the primary context of CUDA device {ordinal}")]
+    WrongStream {
+        /// The stream's handle.
+        stream: u64,
+        /// Device the call is about.
+        ordinal: u32,
+    },
+    /// Objects that belong to different devices were used together.
+    #[error("{what} belongs to CUDA device {found}, this call is about device {ordinal}")]
+    WrongDevice {
+        /// What was handed in.
+        what: &'static str,
+        /// Its device.
+        found: u32,
+        /// Device the call is about.
+        ordinal: u32,
+    },
+    /// The operation cannot become part of a graph, and the stream is capturing one.
+    #[error("{what} cannot be captured, and stream {stream:#x} is capturing a graph")]
+    StreamIsCapturing {
+        /// The stream's handle.
+        stream: u64,
+        /// What was asked for.
+        what: &'static str,
+    },
+    /// The operation needs a stream that is capturing a graph.
+    #[error("stream {stream:#x} is not capturing a graph")]
+    NotCapturing {
+        /// The stream's handle.
+        stream: u64,
+    },
+    /// The driver's batch copy does not take the legacy default stream.
+    #[error("the driver's batch copy does not take the legacy default stream: pass a stream of your own")]
+    LegacyStream,
+    /// The driver has no batch copy, or says that it does not support this one.
+    #[error("the CUDA driver has no batch copy for this (cuMemcpyBatchAsync)")]
+    BatchUnsupported,
+    /// A device cannot reach memory of another one.
+    #[error("CUDA device {from} cannot reach memory of device {to}: there is no peer access")]
+    PeerAccess {
+        /// Device that would read or write.
+        from: u32,
+        /// Device that holds the memory.
+        to: u32,
+    },
+    /// A copy that would leave a region.
+    #[error("{side} region {region} needs {needs} bytes for this copy and has {has}")]
+    OutOfReach {
+        /// The side of the copy.
+        side: Side,
+        /// Index of the region in its table.
+        region: usize,
+        /// One past the last byte touched, counted from the region's start.
+        needs: u64,
+        /// Bytes of the region.
+        has: u64,
+    },
+    /// A write to a region that its owner lent for reading only.
+    #[error("destination region {region} is read-only")]
+    ReadOnly {
+        /// Index of the region in its table.
+        region: usize,
+    },
+    /// A write to device memory that its owner lent for reading only.
+    #[error("the device memory at {addr:#x} is read-only")]
+    ReadOnlyMemory {
+        /// First address of the region.
+        addr: u64,
+    },
+    /// A region index that does not exist, or a table of another length than the copy was made for.
+    #[error("{side} has {has} regions, {asked} were asked for")]
+    Regions {
+        /// The side of the copy.
+        side: Side,
+        /// What was asked for: a table length, or an index and one.
+        asked: u64,
+        /// Regions there are.
+        has: u64,
+    },
+    /// A block id out of range.
+    #[error("{side} block id {value} at index {index} is out of range: there are {limit} blocks")]
+    BlockId {
+        /// The side of the copy.
+        side: Side,
+        /// Index in the list of ids.
+        index: u64,
+        /// The id.
+        value: u64,
+        /// Blocks there are.
+        limit: u64,
+    },
+    /// More id pairs than the call takes.
+    #[error("{pairs} id pairs in one call, at most {limit} fit")]
+    TooManyPairs {
+        /// Pairs handed in.
+        pairs: u64,
+        /// Most pairs the call takes.
+        limit: u64,
+    },
+    /// Host memory that the driver has not pinned.
+    #[error("host memory at {addr:#x} is neither pinned nor registered with CUDA: the GPU cannot reach it")]
+    NotPinned {
+        /// First address that is not.
+        addr: u64,
+    },
+    /// Pinned memory whose address for kernels differs from its address for the CPU.
+    #[error("pinned memory at {addr:#x} has the device address {alias:#x}: kernels need both to be equal")]
+    AliasDiffers {
+        /// Address for the CPU.
+        addr: u64,
+        /// Address for kernels.
+        alias: u64,
+    },
+    /// A range of host memory that is registered in part.
+    #[error(
+        "host memory {start:#x}..{end:#x} overlaps the registered range {other_start:#x}..{other_end:#x} in part: \
+         register the whole once, or keep buffers on pages of their own"
+    )]
+    RegistrationOverlap {
+        /// First address of the range, on a page boundary.
+        start: u64,
+        /// One past its last address.
+        end: u64,
+        /// First address that is registered.
+        other_start: u64,
+        /// One past the last one.
+        other_end: u64,
+    },
+    /// Lists that must be equally long and are not.
+    #[error(
+        "{sources} sources, {destinations} destinations and {sizes} sizes: the lists must be equally long"
+    )]
+    ListLengths {
+        /// Length of the list of sources.
+        sources: usize,
+        /// Length of the list of destinations.
+        destinations: usize,
+        /// Length of the list of sizes.
+        sizes: usize,
+    },
+    /// An argument that can never be right, in words.
+    #[error("{what} is {value}: {rule}")]
+    Argument {
+        /// Name of the argument.
+        what: &'static str,
+        /// Its value.
+        value: u64,
+        /// What it must be.
+        rule: &'static str,
+    },
+    /// A strided copy that cannot be expressed.
+    #[error(transparent)]
+    Shape(#[from] StridedError),
+    /// A launch that cannot be shaped.
+    #[error(transparent)]
+    Geometry(#[from] GeometryError),
+    /// Memory that cannot be shared with other processes this way.
+    #[error("CUDA device {ordinal} has no {what}")]
+    SharingUnsupported {
+        /// What is missing.
+        what: &'static str,
+        /// The device.
+        ordinal: u32,
+    },
     /// Any other status of a driver call.
     #[error("{call} failed with {name} ({code}): {message}")]
     Driver {
@@ -89,8 +270,16 @@ pub enum CudaError {
 
 /// `CUDA_ERROR_OUT_OF_MEMORY`.
 pub(crate) const OUT_OF_MEMORY: i32 = 2;
+/// `CUDA_ERROR_NOT_INITIALIZED`: nobody has called `cuInit` in this process.
+pub(crate) const NOT_INITIALIZED: i32 = 3;
 /// `CUDA_ERROR_DEINITIALIZED`: the driver is shutting down with the process.
 pub(crate) const DEINITIALIZED: i32 = 4;
+/// `CUDA_ERROR_NOT_READY`: unfinished, not failed.
+pub(crate) const NOT_READY: i32 = 600;
+/// `CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED`.
+pub(crate) const PEER_ALREADY_ENABLED: i32 = 704;
+/// `CUDA_ERROR_NOT_SUPPORTED`.
+pub(crate) const NOT_SUPPORTED: i32 = 801;
 /// `CUDA_ERROR_NO_DEVICE`.
 pub(crate) const NO_DEVICE: i32 = 100;
 
@@ -101,13 +290,7 @@ impl CudaError {
             Self::Driver { code, .. } => Some(*code),
             Self::OutOfMemory { .. } => Some(OUT_OF_MEMORY),
             Self::NoDevice => Some(NO_DEVICE),
-            Self::DriverNotFound { .. }
-            | Self::MissingSymbol { .. }
-            | Self::DriverTooOld { .. }
-            | Self::InvalidDevice { .. }
-            | Self::ZeroLength { .. }
-            | Self::OutOfBounds { .. }
-            | Self::UnknownMemoryType { .. } => None,
+            _ => None,
         }
     }
 

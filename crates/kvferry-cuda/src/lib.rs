@@ -1,12 +1,18 @@
 //! The border to the CUDA driver: the one crate of kvferry that names cudarc.
 //!
-//! Three floors, each using only the one below:
+//! Four floors, each using only those below:
 //!
 //! | floor | files | what |
 //! |---|---|---|
-//! | raw calls | `raw` | the driver's functions, found by name at run time, each turned into a `Result` |
-//! | process and device | [`Driver`], [`devices`] | is there a driver, how new, which GPUs |
-//! | owner types | [`PrimaryContext`], [`ContextGuard`], [`RelaxedCapture`], [`PinnedBuffer`], [`DeviceBuffer`], [`DeviceRegion`] | what must be given back is given back on drop |
+//! | raw calls | `raw`, [`faults`] | the driver's functions, found by name at run time, each turned into a `Result`; failing one on purpose |
+//! | process and device | [`Driver`], [`devices`], [`PrimaryContext`], [`RelaxedCapture`] | is there a driver, how new, which GPUs; contexts saved and restored |
+//! | owner types | [`Gpu`], [`Stream`], [`Event`], [`PinnedBuffer`], [`DeviceBuffer`], [`DeviceRegion`], [`HostRegistration`], [`VmmBuffer`], [`IpcMapping`] | what must be given back is given back, by a thread that may wait for the device |
+//! | copies | [`GpuMemory`], [`StridedCopy`], [`BatchCopies`], [`Flight`], [`memcpy_batch`], [`vectorized_copy`] | checked before they start, their memory kept until they are done |
+//!
+//! The safe doors are sound: memory comes in through regions (an unsafe promise of whoever makes one), every access through
+//! them is bounds-checked before anything is launched, ids included, and a [`Flight`] keeps owners until the device is
+//! done, whatever happens to the flight itself. Two pieces of work that touch the same bytes without order are a race on
+//! device memory, as on any shared buffer; they cannot leave their regions.
 //!
 //! libcuda is loaded on first use. Without it every entry returns [`CudaError::DriverNotFound`]; nothing here panics or
 //! needs a GPU to compile.
@@ -20,19 +26,38 @@
 //! # Ok::<(), kvferry_cuda::CudaError>(())
 //! ```
 
+mod batch;
 mod capture;
 mod context;
+mod deferred;
 mod device;
 mod driver;
 mod error;
+pub mod faults;
+mod flight;
+mod gpu;
 mod memory;
 mod raw;
+mod strided;
 #[cfg(test)]
 mod testing;
+mod vectorized;
 
+pub use batch::{
+    BATCH_CAP, BatchCopies, BatchSides, MemcpyBatchMode, MemcpyBatchPath, batch_supported, memcpy_batch,
+};
 pub use capture::RelaxedCapture;
-pub use context::{ContextGuard, PrimaryContext};
+pub use context::{ContextGuard, PrimaryContext, current_device};
+pub use deferred::drain_deferred;
 pub use device::{DeviceInfo, devices};
 pub use driver::{Driver, DriverVersion, KERNELS_NEED};
-pub use error::{CudaError, Result};
-pub use memory::{DeviceBuffer, DeviceRegion, PinnedBuffer, PointerKind, pointer_kind};
+pub use error::{CudaError, Result, Side};
+pub use flight::Flight;
+pub use gpu::{Capture, Event, EventHandle, Gpu, Stream, StreamHandle};
+pub use kvferry_kernels::{StridedError, StridedLoop, StridedShape, StridedSide, Walk};
+pub use memory::{
+    DeviceBuffer, DeviceRegion, GpuMemory, HostRegistration, IpcHandle, IpcMapping, PinnedBuffer,
+    PointerKind, VmmBuffer, pointer_kind, register_host, register_in_chunks,
+};
+pub use strided::{BadId, BadIdReport, DeviceIds, PairRing, PairTable, StridedCopy};
+pub use vectorized::vectorized_copy;

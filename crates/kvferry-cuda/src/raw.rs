@@ -7,18 +7,21 @@
 //! [`CudaError::MissingSymbol`] at the call that needs it, and a status is an `i32`.
 //!
 //! A new driver function is one line in [`driver_functions!`]; every status passes [`check`], the one place to watch.
+//! Names are those that libcuda exports: a `_v2` is part of the name, the unversioned form is the old prototype.
 #![expect(non_snake_case, reason = "driver functions keep the names they have in NVIDIA's manual")]
 
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::sync::OnceLock;
 
 use cudarc::driver::sys;
-pub(crate) use cudarc::driver::sys::{CUcontext, CUdevice, CUdeviceptr};
+pub(crate) use cudarc::driver::sys::{
+    CUcontext, CUdevice, CUdeviceptr, CUevent, CUfunction, CUgraph, CUhostFn, CUipcMemHandle,
+    CUmemAccessDesc, CUmemAllocationProp, CUmemGenericAllocationHandle, CUmemcpyAttributes, CUmodule,
+    CUstream, CUuserObject,
+};
 
 use crate::error::{CudaError, Result};
-
-/// A `CUstream`; null is the legacy default stream.
-pub(crate) type StreamHandle = sys::CUstream;
+use crate::faults;
 
 type Status = c_int;
 
@@ -55,7 +58,11 @@ macro_rules! driver_functions {
             ///
             /// # Safety
             /// What the CUDA driver API manual asks of its arguments.
+            #[allow(clippy::too_many_arguments, reason = "the driver's prototype")]
             pub(crate) unsafe fn $name($($arg: $ty),*) -> Result<()> {
+                if let Some(status) = faults::strike(stringify!($name)) {
+                    return check(status, stringify!($name));
+                }
                 let function = functions()?.$name;
                 let function = function.ok_or(CudaError::MissingSymbol { symbol: stringify!($name) })?;
                 // SAFETY: the pointer has the function's own type; the caller vouches for the arguments.
@@ -82,6 +89,10 @@ driver_functions! {
         cuCtxGetCurrent(context: *mut CUcontext);
         cuCtxPushCurrent_v2(context: CUcontext);
         cuCtxPopCurrent_v2(context: *mut CUcontext);
+        cuCtxGetDevice(device: *mut CUdevice);
+        cuCtxSynchronize();
+        cuCtxEnablePeerAccess(peer: CUcontext, flags: c_uint);
+        cuDeviceCanAccessPeer(can: *mut c_int, device: CUdevice, peer: CUdevice);
         cuThreadExchangeStreamCaptureMode(mode: *mut c_uint);
         cuMemHostAlloc(address: *mut *mut c_void, bytes: usize, flags: c_uint);
         cuMemHostGetDevicePointer_v2(alias: *mut CUdeviceptr, address: *mut c_void, flags: c_uint);
@@ -91,8 +102,72 @@ driver_functions! {
         cuMemcpyDtoH_v2(dst: *mut c_void, src: CUdeviceptr, bytes: usize);
         cuMemcpyHtoD_v2(dst: CUdeviceptr, src: *const c_void, bytes: usize);
         cuMemsetD8_v2(dst: CUdeviceptr, value: u8, bytes: usize);
-        cuStreamSynchronize(stream: StreamHandle);
+        cuMemHostRegister_v2(address: *mut c_void, bytes: usize, flags: c_uint);
+        cuMemHostUnregister(address: *mut c_void);
+        cuPointerGetAttribute(value: *mut c_void, attribute: c_uint, address: CUdeviceptr);
         cuPointerGetAttributes(count: c_uint, attributes: *mut c_uint, values: *mut *mut c_void, address: CUdeviceptr);
+        cuMemcpyAsync(dst: CUdeviceptr, src: CUdeviceptr, bytes: usize, stream: CUstream);
+        cuMemcpyHtoDAsync_v2(dst: CUdeviceptr, src: *const c_void, bytes: usize, stream: CUstream);
+        cuMemcpyBatchAsync(
+            dsts: *mut CUdeviceptr, srcs: *mut CUdeviceptr, sizes: *mut usize, count: usize,
+            attributes: *mut CUmemcpyAttributes, attribute_starts: *mut usize, attribute_count: usize,
+            failed: *mut usize, stream: CUstream
+        );
+        cuMemcpyBatchAsync_v2(
+            dsts: *mut CUdeviceptr, srcs: *mut CUdeviceptr, sizes: *mut usize, count: usize,
+            attributes: *mut CUmemcpyAttributes, attribute_starts: *mut usize, attribute_count: usize, stream: CUstream
+        );
+        cuStreamCreate(stream: *mut CUstream, flags: c_uint);
+        cuStreamDestroy_v2(stream: CUstream);
+        cuStreamSynchronize(stream: CUstream);
+        cuStreamQuery(stream: CUstream);
+        cuStreamWaitEvent(stream: CUstream, event: CUevent, flags: c_uint);
+        cuStreamIsCapturing(stream: CUstream, status: *mut c_uint);
+        cuStreamGetCaptureInfo_v2(
+            stream: CUstream, status: *mut c_uint, id: *mut u64, graph: *mut CUgraph,
+            dependencies: *mut *const c_void, dependency_count: *mut usize
+        );
+        cuStreamGetCtx(stream: CUstream, context: *mut CUcontext);
+        cuEventCreate(event: *mut CUevent, flags: c_uint);
+        cuEventDestroy_v2(event: CUevent);
+        cuEventRecord(event: CUevent, stream: CUstream);
+        cuEventQuery(event: CUevent);
+        cuEventSynchronize(event: CUevent);
+        cuEventElapsedTime(milliseconds: *mut f32, start: CUevent, end: CUevent);
+        cuModuleLoadData(module: *mut CUmodule, image: *const c_void);
+        cuModuleUnload(module: CUmodule);
+        cuModuleGetFunction(function: *mut CUfunction, module: CUmodule, name: *const c_char);
+        cuFuncLoad(function: CUfunction);
+        cuLaunchKernel(
+            function: CUfunction, grid_x: c_uint, grid_y: c_uint, grid_z: c_uint, block_x: c_uint, block_y: c_uint,
+            block_z: c_uint, shared: c_uint, stream: CUstream, params: *mut *mut c_void, extra: *mut *mut c_void
+        );
+        cuUserObjectCreate(
+            object: *mut CUuserObject, pointer: *mut c_void, destroy: CUhostFn, references: c_uint, flags: c_uint
+        );
+        cuGraphRetainUserObject(graph: CUgraph, object: CUuserObject, count: c_uint, flags: c_uint);
+        cuMemCreate(
+            handle: *mut CUmemGenericAllocationHandle, bytes: usize, properties: *const CUmemAllocationProp, flags: u64
+        );
+        cuMemRelease(handle: CUmemGenericAllocationHandle);
+        cuMemGetAllocationGranularity(granularity: *mut usize, properties: *const CUmemAllocationProp, option: c_uint);
+        cuMemAddressReserve(
+            address: *mut CUdeviceptr, bytes: usize, alignment: usize, wish: CUdeviceptr, flags: u64
+        );
+        cuMemAddressFree(address: CUdeviceptr, bytes: usize);
+        cuMemMap(
+            address: CUdeviceptr, bytes: usize, offset: usize, handle: CUmemGenericAllocationHandle, flags: u64
+        );
+        cuMemUnmap(address: CUdeviceptr, bytes: usize);
+        cuMemSetAccess(address: CUdeviceptr, bytes: usize, descriptions: *const CUmemAccessDesc, count: usize);
+        cuMemExportToShareableHandle(
+            shareable: *mut c_void, handle: CUmemGenericAllocationHandle, kind: c_uint, flags: u64
+        );
+        cuMemImportFromShareableHandle(handle: *mut CUmemGenericAllocationHandle, os_handle: *mut c_void, kind: c_uint);
+        cuMemGetAddressRange_v2(base: *mut CUdeviceptr, bytes: *mut usize, address: CUdeviceptr);
+        cuIpcGetMemHandle(handle: *mut CUipcMemHandle, address: CUdeviceptr);
+        cuIpcOpenMemHandle_v2(address: *mut CUdeviceptr, handle: CUipcMemHandle, flags: c_uint);
+        cuIpcCloseMemHandle(address: CUdeviceptr);
     }
     table_only {
         cuGetErrorName(c_int, *mut *const c_char);
@@ -131,6 +206,25 @@ fn functions() -> Result<&'static Functions> {
     static FUNCTIONS: OnceLock<Result<Functions>> = OnceLock::new();
     let outcome = FUNCTIONS.get_or_init(|| find_library().map(|()| Functions::load()));
     outcome.as_ref().map_err(Clone::clone)
+}
+
+/// The driver's batch copy, in the form the loaded libcuda has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum BatchForm {
+    /// `cuMemcpyBatchAsync_v2` (CUDA 13.0): eight arguments.
+    Eight,
+    /// `cuMemcpyBatchAsync` (CUDA 12.8): nine, one of them the index of a copy that failed.
+    Nine,
+}
+
+/// Which batch copy there is; the newer one if both are.
+pub(crate) fn batch_form() -> Option<BatchForm> {
+    let functions = functions().ok()?;
+    match (functions.cuMemcpyBatchAsync_v2.is_some(), functions.cuMemcpyBatchAsync.is_some()) {
+        (true, _) => Some(BatchForm::Eight),
+        (false, true) => Some(BatchForm::Nine),
+        (false, false) => None,
+    }
 }
 
 /// Turns the status of the driver function `call` into a `Result`. Every call of the crate ends here.

@@ -1,12 +1,13 @@
 //! Device memory.
 
-use std::ffi::c_void;
 use std::sync::Arc;
 
+use super::blocking::Blocking;
 use crate::capture::RelaxedCapture;
 use crate::context::PrimaryContext;
-use crate::error::{CudaError, Result};
-use crate::raw::{self, CUdeviceptr, StreamHandle};
+use crate::deferred::{drain_deferred, run_later};
+use crate::error::{CudaError, OUT_OF_MEMORY, Result};
+use crate::raw::{self, CUdeviceptr};
 
 /// Memory of one device, freed on drop.
 ///
@@ -21,9 +22,6 @@ pub struct DeviceBuffer {
     len: usize,
     context: Arc<PrimaryContext>,
 }
-
-/// The legacy default stream.
-const LEGACY: StreamHandle = std::ptr::null_mut();
 
 impl DeviceBuffer {
     /// Allocates exactly `len` bytes on device `ordinal` (`cuMemAlloc`), 256-byte aligned or better. The content is
@@ -40,8 +38,15 @@ impl DeviceBuffer {
         {
             let _current = context.enter()?;
             let _relaxed = RelaxedCapture::enter()?;
-            // SAFETY: `addr` is a live integer; the context is current.
-            let outcome = unsafe { raw::cuMemAlloc_v2(&mut addr, len) };
+            let mut allocate = || {
+                // SAFETY: `addr` is a live integer; the context is current.
+                unsafe { raw::cuMemAlloc_v2(&mut addr, len) }
+            };
+            let outcome = match allocate() {
+                // What was dropped before may not have been given back yet.
+                Err(error) if error.code() == Some(OUT_OF_MEMORY) && drain_deferred() => allocate(),
+                outcome => outcome,
+            };
             outcome.map_err(|error| error.for_allocation(len, ordinal))?;
         }
         Ok(DeviceBuffer { addr, len, context })
@@ -72,11 +77,7 @@ impl DeviceBuffer {
     /// # Errors
     /// [`CudaError::OutOfBounds`] before anything is copied, or the driver's refusal.
     pub fn copy_to_host(&self, offset: usize, dst: &mut [u8]) -> Result<()> {
-        self.blocking(offset, dst.len(), |at| {
-            // SAFETY: `at` and the length lie inside this live allocation, `dst` is exclusively ours for its length,
-            // the context is current, and the copy has ended when the call returns.
-            unsafe { raw::cuMemcpyDtoH_v2(dst.as_mut_ptr().cast::<c_void>(), at, dst.len()) }
-        })
+        self.blocking().read(offset as u64, dst)
     }
 
     /// Copies `src` to the bytes from `offset` on. Blocks; see the type for ordering.
@@ -84,11 +85,7 @@ impl DeviceBuffer {
     /// # Errors
     /// [`CudaError::OutOfBounds`] before anything is copied, or the driver's refusal.
     pub fn copy_from_host(&self, offset: usize, src: &[u8]) -> Result<()> {
-        self.blocking(offset, src.len(), |at| {
-            // SAFETY: `at` and the length lie inside this live allocation, `src` is readable for its length, and the
-            // context is current. Device memory is nobody's Rust reference, so writing through `&self` aliases nothing.
-            unsafe { raw::cuMemcpyHtoD_v2(at, src.as_ptr().cast::<c_void>(), src.len()) }
-        })
+        self.blocking().write(offset as u64, src)
     }
 
     /// Sets `len` bytes from `offset` on to `value`. Blocks; see the type for ordering.
@@ -96,47 +93,28 @@ impl DeviceBuffer {
     /// # Errors
     /// [`CudaError::OutOfBounds`] before anything is written, or the driver's refusal.
     pub fn memset(&self, offset: usize, len: usize, value: u8) -> Result<()> {
-        self.blocking(offset, len, |at| {
-            // SAFETY: `at` and `len` lie inside this live allocation and the context is current.
-            unsafe { raw::cuMemsetD8_v2(at, value, len) }
-        })
+        self.blocking().fill(offset as u64, len as u64, value)
     }
 
-    /// Runs `operation` on the device address of `offset` and waits for the legacy stream: uploads and fills return
-    /// before their last byte has landed (CUDA driver API, API synchronization behavior).
-    fn blocking(
-        &self,
-        offset: usize,
-        len: usize,
-        operation: impl FnOnce(CUdeviceptr) -> Result<()>,
-    ) -> Result<()> {
-        let inside = offset.checked_add(len).is_some_and(|end| end <= self.len);
-        if !inside {
-            return Err(CudaError::OutOfBounds { offset, len, limit: self.len });
-        }
-        if len == 0 {
-            return Ok(());
-        }
-        let _current = self.context.enter()?;
-        operation(self.addr + offset as u64)?;
-        // SAFETY: the legacy stream of the current context always exists.
-        unsafe { raw::cuStreamSynchronize(LEGACY) }
+    fn blocking(&self) -> Blocking<'_> {
+        // SAFETY: exactly our live allocation, readable and writable, made in this context.
+        unsafe { Blocking::new(self.addr, self.len as u64, &self.context) }
     }
 }
 
 impl Drop for DeviceBuffer {
     fn drop(&mut self) {
-        match (self.context.enter(), RelaxedCapture::enter()) {
-            (Ok(_current), Ok(_relaxed)) => {
-                // SAFETY: the address is our own allocation, freed once, with its context current. The driver waits for
+        // Freeing waits for all work of the device; whoever drops a buffer need not.
+        let (addr, context) = (self.addr, Arc::clone(&self.context));
+        run_later(move || match context.enter() {
+            Ok(_current) => {
+                // SAFETY: the buffer's own allocation, freed once, with its context current. The driver waits for
                 // running work first.
-                if let Err(error) = unsafe { raw::cuMemFree_v2(self.addr) } {
+                if let Err(error) = unsafe { raw::cuMemFree_v2(addr) } {
                     error.log_on_drop("freeing device memory");
                 }
             }
-            (Err(error), _) | (_, Err(error)) => {
-                error.log_on_drop("entering a context to free device memory")
-            }
-        }
+            Err(error) => error.log_on_drop("entering a context to free device memory"),
+        });
     }
 }

@@ -5,7 +5,8 @@ use std::sync::Arc;
 
 use crate::capture::RelaxedCapture;
 use crate::context::PrimaryContext;
-use crate::error::{CudaError, Result};
+use crate::deferred::{drain_deferred, run_later};
+use crate::error::{CudaError, OUT_OF_MEMORY, Result};
 use crate::raw;
 
 /// `CU_MEMHOSTALLOC_PORTABLE`: pinned for every context, not only for the one that allocated.
@@ -46,8 +47,15 @@ impl PinnedBuffer {
             let _current = context.enter()?;
             let _relaxed = RelaxedCapture::enter()?;
             let mut base = ptr::null_mut();
-            // SAFETY: `base` is a live pointer; the context is current.
-            let outcome = unsafe { raw::cuMemHostAlloc(&mut base, len, PORTABLE | DEVICEMAP) };
+            let mut allocate = || {
+                // SAFETY: `base` is a live pointer; the context is current.
+                unsafe { raw::cuMemHostAlloc(&mut base, len, PORTABLE | DEVICEMAP) }
+            };
+            let outcome = match allocate() {
+                // What was dropped before may not have been given back yet.
+                Err(error) if error.code() == Some(OUT_OF_MEMORY) && drain_deferred() => allocate(),
+                outcome => outcome,
+            };
             outcome.map_err(|error| error.for_allocation(len, ordinal))?;
             let mut device_addr = 0;
             // SAFETY: `base` is the start of a device-mapped allocation; flags must be 0.
@@ -97,15 +105,15 @@ impl PinnedBuffer {
 
 impl Drop for PinnedBuffer {
     fn drop(&mut self) {
-        match (self.context.enter(), RelaxedCapture::enter()) {
-            (Ok(_current), Ok(_relaxed)) => {
-                // SAFETY: our own allocation, freed once, with its context current.
-                unsafe { free(self.base.as_ptr().cast()) }
+        // Freeing waits for all work of the device; whoever drops a buffer need not.
+        let (base, context) = (self.base.as_ptr().expose_provenance(), Arc::clone(&self.context));
+        run_later(move || match context.enter() {
+            Ok(_current) => {
+                // SAFETY: the buffer's own allocation, freed once, with its context current.
+                unsafe { free(ptr::with_exposed_provenance_mut(base)) }
             }
-            (Err(error), _) | (_, Err(error)) => {
-                error.log_on_drop("entering a context to free pinned memory")
-            }
-        }
+            Err(error) => error.log_on_drop("entering a context to free pinned memory"),
+        });
     }
 }
 

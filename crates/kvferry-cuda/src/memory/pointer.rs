@@ -4,7 +4,7 @@ use std::ffi::c_void;
 
 use cudarc::driver::sys::CUpointer_attribute_enum as Attribute;
 
-use crate::error::{CudaError, Result};
+use crate::error::{CudaError, NOT_INITIALIZED, Result};
 use crate::raw;
 
 /// The kind of memory behind an address, as the driver sees it.
@@ -24,9 +24,6 @@ pub enum PointerKind {
 const HOST: u64 = 1;
 /// `CU_MEMORYTYPE_DEVICE`.
 const DEVICE: u64 = 2;
-
-/// `CUDA_ERROR_NOT_INITIALIZED`.
-const NOT_INITIALIZED: i32 = 3;
 
 /// Asks the driver what `addr` points to (`cuPointerGetAttributes`). Needs no current context, and does not initialise
 /// CUDA: in a process that nobody has initialised it for, all memory is the system's, and the process may still fork.
@@ -59,4 +56,42 @@ pub fn pointer_kind(addr: u64) -> Result<PointerKind> {
         (DEVICE, _) => Ok(PointerKind::Device(ordinal as u32)),
         (value, _) => Err(CudaError::UnknownMemoryType { addr, value }),
     }
+}
+
+/// A stretch of pinned host memory.
+pub(super) struct PinnedPiece {
+    /// One past its last address, where the driver says so.
+    pub(super) end: Option<u64>,
+    /// The driver's number of the allocation or registration.
+    pub(super) id: u64,
+}
+
+/// The pinned allocation or registration that `addr` lies in; `None` if it is no pinned host memory.
+pub(super) fn pinned_piece(addr: u64) -> Result<Option<PinnedPiece>> {
+    if pointer_kind(addr)? != PointerKind::Pinned {
+        return Ok(None);
+    }
+    let mut asked = [
+        Attribute::CU_POINTER_ATTRIBUTE_BUFFER_ID as u32,
+        Attribute::CU_POINTER_ATTRIBUTE_RANGE_START_ADDR as u32,
+        Attribute::CU_POINTER_ATTRIBUTE_RANGE_SIZE as u32,
+    ];
+    let (mut id, mut start, mut len) = (0_u64, 0_u64, 0_u64);
+    let mut values: [*mut c_void; 3] = [(&raw mut id).cast(), (&raw mut start).cast(), (&raw mut len).cast()];
+    // SAFETY: both arrays have three live entries and each value has the eight bytes of its attribute; what the driver
+    // does not know about an address it leaves null.
+    unsafe { raw::cuPointerGetAttributes(3, asked.as_mut_ptr(), values.as_mut_ptr(), addr) }?;
+    let end = start.checked_add(len).filter(|&end| start <= addr && addr < end);
+    Ok(Some(PinnedPiece { end, id }))
+}
+
+/// The address at which kernels of the current context reach pinned host memory.
+pub(crate) fn device_alias(addr: u64) -> Result<u64> {
+    let mut alias = 0_u64;
+    let value = (&raw mut alias).cast();
+    // SAFETY: `alias` has the eight bytes of the attribute; any address may be asked about.
+    unsafe {
+        raw::cuPointerGetAttribute(value, Attribute::CU_POINTER_ATTRIBUTE_DEVICE_POINTER as u32, addr)
+    }?;
+    Ok(alias)
 }

@@ -5,14 +5,23 @@ use std::sync::Arc;
 
 use kvferry_host::{HostRegion, Owner};
 
+use super::blocking::Blocking;
 use super::{DeviceBuffer, PinnedBuffer};
+use crate::context::PrimaryContext;
+use crate::error::{CudaError, Result};
 
-/// A range of device memory that stays allocated while its owner lives. An address for engines; the CPU never reads it.
+/// A range of device memory that stays allocated while its owner lives.
+///
+/// [`read`](Self::read), [`write`](Self::write) and [`fill`](Self::fill) are for set-up and checks. They run on the
+/// legacy default stream of the device's primary context and have ended when they return: they are ordered after work on
+/// blocking streams, and **not** after work on non-blocking ones (the library's own), which the caller must have
+/// finished. During somebody's stream capture they happen at once, and become no part of the graph.
 #[derive(Clone)]
 pub struct DeviceRegion {
     addr: u64,
     len: u64,
     ordinal: u32,
+    writable: bool,
     owner: Owner,
 }
 
@@ -20,10 +29,10 @@ impl DeviceRegion {
     /// A region of somebody else's memory.
     ///
     /// # Safety
-    /// `addr..addr + len` must be readable and writable memory of device `ordinal`, for as long as `owner` or a clone of
-    /// it lives: engines write there on the word of safe code.
+    /// `addr..addr + len` must be readable and (unless made [`read_only`](Self::read_only)) writable memory of device
+    /// `ordinal`, for as long as `owner` or a clone of it lives: engines write there on the word of safe code.
     pub unsafe fn from_raw(addr: u64, len: u64, ordinal: u32, owner: Owner) -> DeviceRegion {
-        DeviceRegion { addr, len, ordinal, owner }
+        DeviceRegion { addr, len, ordinal, writable: true, owner }
     }
 
     /// All of a buffer.
@@ -32,6 +41,7 @@ impl DeviceRegion {
             addr: buffer.addr(),
             len: buffer.len() as u64,
             ordinal: buffer.ordinal(),
+            writable: true,
             owner: buffer,
         }
     }
@@ -40,6 +50,13 @@ impl DeviceRegion {
     pub fn part(&self, start: u64, len: u64) -> Option<DeviceRegion> {
         let end = start.checked_add(len)?;
         (end <= self.len).then(|| DeviceRegion { addr: self.addr + start, len, ..self.clone() })
+    }
+
+    /// The same memory, not to be written: engines refuse it as a destination.
+    #[must_use]
+    pub fn read_only(mut self) -> DeviceRegion {
+        self.writable = false;
+        self
     }
 
     /// First address.
@@ -62,9 +79,51 @@ impl DeviceRegion {
         self.ordinal
     }
 
+    /// Whether writes are allowed.
+    pub const fn writable(&self) -> bool {
+        self.writable
+    }
+
     /// What keeps the memory allocated.
     pub const fn owner(&self) -> &Owner {
         &self.owner
+    }
+
+    /// Copies `into.len()` bytes from `offset` on out of the region. Blocks; see the type for ordering.
+    ///
+    /// # Errors
+    /// [`CudaError::OutOfBounds`] before anything is copied, those of [`PrimaryContext::get`], or the driver's refusal.
+    pub fn read(&self, offset: u64, into: &mut [u8]) -> Result<()> {
+        self.blocking(|memory| memory.read(offset, into))
+    }
+
+    /// Copies `from` into the region at `offset`. Blocks; see the type for ordering.
+    ///
+    /// # Errors
+    /// [`CudaError::ReadOnlyMemory`], else as [`read`](Self::read).
+    pub fn write(&self, offset: u64, from: &[u8]) -> Result<()> {
+        self.may_write()?;
+        self.blocking(|memory| memory.write(offset, from))
+    }
+
+    /// Sets `len` bytes from `offset` on to `value`. Blocks; see the type for ordering.
+    ///
+    /// # Errors
+    /// As [`write`](Self::write).
+    pub fn fill(&self, offset: u64, len: u64, value: u8) -> Result<()> {
+        self.may_write()?;
+        self.blocking(|memory| memory.fill(offset, len, value))
+    }
+
+    fn may_write(&self) -> Result<()> {
+        if self.writable { Ok(()) } else { Err(CudaError::ReadOnlyMemory { addr: self.addr }) }
+    }
+
+    fn blocking(&self, access: impl FnOnce(Blocking<'_>) -> Result<()>) -> Result<()> {
+        let context = PrimaryContext::get(self.ordinal)?;
+        // SAFETY: the range is memory of this device while `self` holds its owner (the promise of `from_raw`, or a buffer
+        // in whole or part), always readable; `may_write` comes before every write.
+        access(unsafe { Blocking::new(self.addr, self.len, &context) })
     }
 }
 
@@ -95,6 +154,11 @@ mod tests {
         let region = unsafe { DeviceRegion::from_raw(1 << 32, 100, 1, Arc::new(())) };
         let part = region.part(90, 10).unwrap();
         assert_eq!((part.addr(), part.len(), part.ordinal()), ((1 << 32) + 90, 10, 1));
+        assert!(
+            region.writable()
+                && part.writable()
+                && !region.clone().read_only().part(0, 1).unwrap().writable()
+        );
         assert!(region.part(90, 11).is_none() && region.part(u64::MAX, 2).is_none());
     }
 }

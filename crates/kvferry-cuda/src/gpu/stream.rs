@@ -1,0 +1,257 @@
+//! Streams: our own, other people's, and the two that every context has.
+
+use std::hash::{Hash, Hasher};
+use std::sync::Arc;
+
+use super::{Gpu, lock};
+use crate::capture::RelaxedCapture;
+use crate::context::ContextGuard;
+use crate::driver::Driver;
+use crate::error::{CudaError, Result};
+use crate::raw::{self, CUstream};
+
+/// `CU_STREAM_NON_BLOCKING`: not ordered against the legacy default stream.
+const NON_BLOCKING: u32 = 1;
+
+/// Names a stream. Two handles of one stream are equal.
+#[derive(Clone, Copy, Debug)]
+pub struct StreamHandle {
+    raw: u64,
+    /// Serial number of the [`Gpu`] that made it; 0 for foreign and implicit streams.
+    home: u32,
+}
+
+impl StreamHandle {
+    /// The legacy default stream of the device it is used with: ordered against every blocking stream. Handle 0.
+    pub const LEGACY: StreamHandle = StreamHandle { raw: 0, home: 0 };
+    /// The calling thread's own default stream on the device it is used with. Handle 2 (`CU_STREAM_PER_THREAD`).
+    pub const PER_THREAD: StreamHandle = StreamHandle { raw: 2, home: 0 };
+
+    /// Somebody else's stream, by the value of its `CUstream` (the same as a `cudaStream_t`; 0 and 1 are the legacy
+    /// stream, 2 the per-thread one).
+    ///
+    /// # Safety
+    /// The stream exists during every call that takes the handle, and is not destroyed between such calls of one
+    /// transfer. It may be destroyed with work pending: the driver finishes that.
+    pub const unsafe fn from_raw(raw: u64) -> StreamHandle {
+        StreamHandle { raw, home: 0 }
+    }
+
+    /// The value of the driver's handle.
+    pub const fn raw(self) -> u64 {
+        self.raw
+    }
+
+    /// Whether this is the legacy default stream, by either of its names.
+    pub const fn is_legacy(self) -> bool {
+        self.raw <= 1
+    }
+
+    /// Whether the handle means a stream of whatever context is current.
+    pub(crate) const fn is_implicit(self) -> bool {
+        self.raw <= 2
+    }
+
+    pub(crate) const fn home(self) -> u32 {
+        self.home
+    }
+
+    pub(crate) fn own(stream: CUstream, home: u32) -> StreamHandle {
+        StreamHandle { raw: stream.expose_provenance() as u64, home }
+    }
+
+    pub(crate) fn as_driver(self) -> CUstream {
+        std::ptr::with_exposed_provenance_mut(self.raw as usize)
+    }
+}
+
+impl PartialEq for StreamHandle {
+    fn eq(&self, other: &StreamHandle) -> bool {
+        self.raw == other.raw || (self.is_legacy() && other.is_legacy())
+    }
+}
+
+impl Eq for StreamHandle {}
+
+impl Hash for StreamHandle {
+    fn hash<H: Hasher>(&self, state: &mut H) {
+        (if self.is_legacy() { 0 } else { self.raw }).hash(state);
+    }
+}
+
+/// What a stream is doing about graphs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Capture {
+    /// It runs what it is given.
+    None,
+    /// It records a graph: nothing runs now.
+    Active,
+    /// It records a graph that something has spoiled; only ending the capture helps.
+    Invalidated,
+}
+
+/// A stream of the library's own, not ordered against the legacy default stream.
+///
+/// A dropped one is parked and handed out again when its work is done, so its handle stays a live stream for as long as
+/// the `Gpu`; after that, calls refuse the handle.
+#[derive(Debug)]
+pub struct Stream {
+    handle: StreamHandle,
+    gpu: Arc<Gpu>,
+}
+
+impl Stream {
+    /// A stream of `gpu` with nothing on it.
+    ///
+    /// # Errors
+    /// The driver's refusal.
+    pub fn new(gpu: &Arc<Gpu>) -> Result<Stream> {
+        let _current = gpu.enter()?;
+        let _relaxed = RelaxedCapture::enter()?;
+        let parked = {
+            let mut parked = lock(&gpu.streams);
+            // SAFETY: parked streams are live until the `Gpu` is dropped, and their context is current.
+            let idle = parked.iter().position(|&stream| unsafe { raw::cuStreamQuery(stream) }.is_ok());
+            idle.map(|at| parked.swap_remove(at))
+        };
+        let stream = match parked {
+            Some(stream) => stream,
+            None => create()?,
+        };
+        Ok(Stream { handle: StreamHandle::own(stream, gpu.serial), gpu: Arc::clone(gpu) })
+    }
+
+    /// Its name.
+    pub fn handle(&self) -> StreamHandle {
+        self.handle
+    }
+
+    /// The device it belongs to.
+    pub fn gpu(&self) -> &Arc<Gpu> {
+        &self.gpu
+    }
+
+    /// Waits until everything put on it is done.
+    ///
+    /// # Errors
+    /// An earlier asynchronous failure, or the driver's refusal.
+    pub fn synchronize(&self) -> Result<()> {
+        self.gpu.finish(&self.gpu.enter()?, self.handle)
+    }
+}
+
+impl Drop for Stream {
+    fn drop(&mut self) {
+        lock(&self.gpu.streams).push(self.handle.as_driver());
+    }
+}
+
+/// A new stream in the current context.
+pub(super) fn create() -> Result<CUstream> {
+    let _relaxed = RelaxedCapture::enter()?;
+    let mut stream = std::ptr::null_mut();
+    // SAFETY: `stream` is a live pointer; the caller's context is current.
+    unsafe { raw::cuStreamCreate(&mut stream, NON_BLOCKING) }?;
+    Ok(stream)
+}
+
+/// Gives a stream back. Work on it ends first, without anybody waiting.
+pub(super) fn destroy(stream: CUstream) {
+    // SAFETY: made by `create`, in the context that is current, and forgotten by the caller.
+    if let Err(error) = unsafe { raw::cuStreamDestroy_v2(stream) } {
+        error.log_on_drop("destroying a stream");
+    }
+}
+
+impl Gpu {
+    /// Whether `stream` is capturing a graph. The legacy stream never is.
+    ///
+    /// # Errors
+    /// A guard or stream of another device, or the driver's refusal.
+    pub fn capture_status(&self, cx: &ContextGuard<'_>, stream: StreamHandle) -> Result<Capture> {
+        let handle = self.usable(cx, stream)?;
+        if stream.is_legacy() {
+            return Ok(Capture::None);
+        }
+        let mut status = 0;
+        // SAFETY: `status` is a live integer; the stream exists, see `usable`.
+        unsafe { raw::cuStreamIsCapturing(handle, &mut status) }?;
+        Ok(Capture::from_driver(status))
+    }
+
+    /// The device that `stream` belongs to. The implicit streams belong to this one.
+    ///
+    /// # Errors
+    /// A guard of another device, a library stream of another device, or the driver's refusal.
+    pub fn stream_device(&self, cx: &ContextGuard<'_>, stream: StreamHandle) -> Result<u32> {
+        let handle = self.usable(cx, stream)?;
+        if stream.is_implicit() || stream.home() != 0 {
+            return Ok(self.ordinal());
+        }
+        let mut context = std::ptr::null_mut();
+        // SAFETY: `context` is a live pointer; the stream exists by the promise of `from_raw`.
+        unsafe { raw::cuStreamGetCtx(handle, &mut context) }?;
+        if context == self.context.handle() {
+            return Ok(self.ordinal());
+        }
+        // SAFETY: the stream's context lives as long as the stream.
+        unsafe { raw::cuCtxPushCurrent_v2(context) }?;
+        let mut device = -1;
+        // SAFETY: `device` is a live integer and a context is current.
+        let asked = unsafe { raw::cuCtxGetDevice(&mut device) };
+        let mut popped = std::ptr::null_mut();
+        // SAFETY: `popped` is a live pointer; takes off what was pushed above.
+        unsafe { raw::cuCtxPopCurrent_v2(&mut popped) }?;
+        asked?;
+        Driver::get()?
+            .ordinal(device)
+            .ok_or(CudaError::WrongStream { stream: stream.raw(), ordinal: self.ordinal() })
+    }
+
+    /// Refuses a stream that is not of this device's primary context: events of ours could not be recorded on it.
+    pub(crate) fn own_stream(&self, cx: &ContextGuard<'_>, stream: StreamHandle) -> Result<CUstream> {
+        let handle = self.usable(cx, stream)?;
+        if stream.is_implicit() || stream.home() != 0 {
+            return Ok(handle);
+        }
+        let mut context = std::ptr::null_mut();
+        // SAFETY: `context` is a live pointer; the stream exists by the promise of `from_raw`.
+        unsafe { raw::cuStreamGetCtx(handle, &mut context) }?;
+        if context != self.context.handle() {
+            return Err(CudaError::WrongStream { stream: stream.raw(), ordinal: self.ordinal() });
+        }
+        Ok(handle)
+    }
+}
+
+impl Capture {
+    /// From the driver's `CUstreamCaptureStatus`.
+    pub(crate) fn from_driver(status: u32) -> Capture {
+        match status {
+            0 => Capture::None,
+            1 => Capture::Active,
+            _ => Capture::Invalidated,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_legacy_stream_has_two_names() {
+        // SAFETY: never used.
+        let (zero, one, two, high) =
+            unsafe { [0, 1, 2, 0x1234_0000].map(|raw| StreamHandle::from_raw(raw)).into() };
+        assert!(zero == StreamHandle::LEGACY && one == zero && one.is_legacy());
+        assert!(two == StreamHandle::PER_THREAD && !two.is_legacy() && two.is_implicit());
+        assert!(high != two && !high.is_implicit() && high.raw() == 0x1234_0000);
+        let hash = |handle: StreamHandle| {
+            let mut hasher = std::hash::DefaultHasher::new();
+            handle.hash(&mut hasher);
+            hasher.finish()
+        };
+        assert_eq!(hash(zero), hash(one));
+    }
+}
