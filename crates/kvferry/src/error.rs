@@ -76,6 +76,14 @@ pub enum Error {
         /// Value given.
         value: String,
     },
+    /// Too much of something is in flight; it works again when jobs have ended.
+    #[error("{what} is full: {limit} entries are in flight")]
+    Busy {
+        /// What is full.
+        what: &'static str,
+        /// How much it holds.
+        limit: u64,
+    },
     /// The context has been closed.
     #[error("the transfer context is closed")]
     Closed,

@@ -24,6 +24,7 @@
 #![forbid(unsafe_code)]
 
 mod build;
+mod calibrate;
 mod error;
 mod memory;
 mod physical;
@@ -31,8 +32,15 @@ mod transfer;
 mod verify;
 
 pub use build::{BuildInfo, build_info};
+pub use calibrate::{
+    CalibrateOptions, CostModel, Curve, Direction, MODEL_VERSION, Saved, calibrate, load_calibration,
+    save_calibration,
+};
 pub use error::{Error, Result};
 pub use kvferry_cuda as cuda;
+pub use kvferry_cuda::{
+    DeviceIds, EventHandle, MemcpyBatchMode, StreamHandle, memcpy_batch, vectorized_copy,
+};
 pub use kvferry_host as host;
 pub use kvferry_host::{HostOptions, HugePages, NumaPolicy};
 pub use kvferry_layout as layout;
@@ -44,9 +52,9 @@ pub use kvferry_layout::{
 pub use memory::{MemoryKind, Region};
 pub use physical::{PhysicalLayout, can_use_whole_block_transfer, validate_layout_compatibility};
 pub use transfer::{
-    Candidate, Choice, Engine, HostMode, Outcome, Route, TransferCompleteNotification, TransferContext,
-    TransferContextBuilder, TransferFailure, TransferOptions, TransferPlan, TransferResult, TransferStrategy,
-    plan_layouts,
+    Candidate, Choice, Dependency, Engine, HostMode, IdSource, Outcome, Route, TransferCompleteNotification,
+    TransferContext, TransferContextBuilder, TransferFailure, TransferOptions, TransferPlan, TransferResult,
+    TransferStrategy, execute_cuda_transfer, plan_layouts,
 };
 pub use verify::{GuardBreach, Mismatch};
 

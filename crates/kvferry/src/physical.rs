@@ -1,14 +1,20 @@
 //! Layouts bound to memory.
 
 use std::fmt;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 use kvferry_host::{HostOptions, HostRegion};
 use kvferry_layout::{Layout, PairPlan, PairRequest, Part, RegionSpan, Transform};
 
 use crate::error::{Error, Result};
 use crate::memory::{MemoryKind, Region, allocate};
+
+/// What keeps something per layout, and has to let go of it with the layout.
+pub(crate) trait Forget: Send + Sync {
+    /// The layout of this number is going.
+    fn forget(&self, layout: u64);
+}
 
 /// A layout and the memory it describes, owned or borrowed. Immutable; a pending transfer keeps both of its own alive.
 pub struct PhysicalLayout {
@@ -20,6 +26,7 @@ pub struct PhysicalLayout {
     /// How the memory was allocated; `None` when it is borrowed.
     allocated: Option<HostOptions>,
     aliased: Option<(usize, usize)>,
+    told: Mutex<Vec<Weak<dyn Forget>>>,
 }
 
 impl PhysicalLayout {
@@ -27,6 +34,8 @@ impl PhysicalLayout {
     ///
     /// System memory is mapped and not touched: that takes microseconds for any size, and the first access to each page
     /// pays for it (a first transfer into cold memory is three to four times slower). [`HostOptions`] has the numbers.
+    ///
+    /// Pinned memory comes as [`allocate_pinned`](Self::allocate_pinned) has it by default.
     ///
     /// # Errors
     /// No memory, no driver or no such GPU.
@@ -59,8 +68,20 @@ impl PhysicalLayout {
         kind: MemoryKind,
         options: &HostOptions,
     ) -> Result<Arc<PhysicalLayout>> {
-        let regions = allocate(&layout, kind, *options)?;
+        let regions = allocate(&layout, kind, *options, None)?;
         PhysicalLayout::bind(layout, kind, regions, Some(*options))
+    }
+
+    /// Allocates pinned memory through the context of device `via`, which that call creates if nobody has used the device
+    /// yet. By default it is the device that is current for the calling thread, else device 0. Every GPU can address the
+    /// memory, whichever it was.
+    ///
+    /// # Errors
+    /// As [`allocate`](Self::allocate).
+    pub fn allocate_pinned(layout: Layout, via: Option<u32>) -> Result<Arc<PhysicalLayout>> {
+        let options = HostOptions::default();
+        let regions = allocate(&layout, MemoryKind::Pinned, options, via)?;
+        PhysicalLayout::bind(layout, MemoryKind::Pinned, regions, Some(options))
     }
 
     /// Binds `layout` to memory that somebody else owns; each region's owner keeps it alive.
@@ -90,7 +111,16 @@ impl PhysicalLayout {
         // Engines that share a layer's cache hand us one tensor twice: fine to read, ruinous to write.
         let aliased = if allocated.is_some() { None } else { layout.aliased_regions(&spans) };
         let id = NEXT_ID.fetch_add(1, Ordering::Relaxed);
-        Ok(Arc::new(PhysicalLayout { id, layout, kind, regions, spans, allocated, aliased }))
+        Ok(Arc::new(PhysicalLayout {
+            id,
+            layout,
+            kind,
+            regions,
+            spans,
+            allocated,
+            aliased,
+            told: Mutex::default(),
+        }))
     }
 
     /// The same memory re-addressed in pages of `page_size` tokens: `id = parts · block + part`.
@@ -100,6 +130,16 @@ impl PhysicalLayout {
     pub fn with_page_size(&self, page_size: u64) -> Result<Arc<PhysicalLayout>> {
         let layout = self.layout.with_page_size(page_size)?;
         PhysicalLayout::bind(layout, self.kind, self.regions.clone(), self.allocated)
+    }
+
+    /// Has `who` told when this layout goes; once, however often it asks.
+    pub(crate) fn tell_when_dropped(&self, who: &Arc<dyn Forget>) {
+        let mut told = self.told.lock().unwrap_or_else(PoisonError::into_inner);
+        let who = Arc::downgrade(who);
+        if !told.iter().any(|known| Weak::ptr_eq(known, &who)) {
+            told.retain(|known| known.strong_count() > 0);
+            told.push(who);
+        }
     }
 
     /// Number of this binding, unique in the process: a key for caches of plans.
@@ -157,16 +197,16 @@ impl PhysicalLayout {
         Ok(RegionSpan { addr: base + place.offset, len: nbytes })
     }
 
-    /// Sets every byte of every region, padding included.
+    /// Sets every byte of every region, padding included, and returns when that is done. Not ordered against transfers:
+    /// wait for those first. Device memory is ordered as [`DeviceRegion`](crate::cuda::DeviceRegion) says.
     ///
     /// # Errors
-    /// Read-only memory, or memory the CPU cannot address.
+    /// Read-only memory; nothing is written then. The CUDA driver's refusal, for device memory.
     pub fn fill(&self, value: u8) -> Result<()> {
-        for index in 0..self.regions.len() {
-            let region = self.host_region(index)?;
-            region.fill(0, region.len(), value)?;
+        if let Some(region) = self.read_only_region() {
+            return Err(Error::ReadOnlyDestination { region });
         }
-        Ok(())
+        self.regions.iter().try_for_each(|region| region.fill(value))
     }
 
     /// Region `index` for the CPU.
@@ -183,6 +223,15 @@ impl PhysicalLayout {
             what: format!("CPU access to {} memory", self.kind),
             why: "only system and pinned memory are addressable by the CPU".to_owned(),
         })
+    }
+}
+
+impl Drop for PhysicalLayout {
+    fn drop(&mut self) {
+        let told = std::mem::take(self.told.get_mut().unwrap_or_else(PoisonError::into_inner));
+        for who in told.iter().filter_map(Weak::upgrade) {
+            who.forget(self.id);
+        }
     }
 }
 

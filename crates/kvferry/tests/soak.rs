@@ -136,7 +136,7 @@ impl<'a> Worker<'a> {
         );
         let (near, far) = (layout(blocks, kind(0)), layout(blocks, kind(5)));
         source.fill_pattern(number, None).unwrap();
-        let pooled = TransferOptions { after: vec![arena.done.clone()], ..TransferOptions::default() };
+        let pooled = TransferOptions { after: vec![arena.done.clone().into()], ..TransferOptions::default() };
         Worker {
             route: arena.free.route(&source, &near, &pooled).unwrap(),
             arena,

@@ -4,7 +4,7 @@
 mod common;
 
 use common::layouts::pairs::case;
-use common::layouts::{Dims, Form, Made, alignment, cases, dims, form, ids};
+use common::layouts::{Dims, Made, alignment, cases, dims, form, ids};
 use common::{Bound, FC, config, context, made, pooled};
 use kvferry::host::HostRegion;
 use kvferry::layout::oracle::POISON;
@@ -262,25 +262,4 @@ fn what_is_refused_writes_nothing() {
     let refused = shared.fill_pattern(1, None);
     assert!(matches!(refused, Err(Error::Layout(LayoutError::RegionsAlias { .. }))), "{refused:?}");
     assert!(bound.dump() == before);
-}
-
-/// Memory of a GPU is refused by name. The address is never touched.
-#[test]
-fn device_memory_is_refused() {
-    let layout = Made::new(config(1, 1, 1, 1, 8), &Form::Own(FC)).layout;
-    // SAFETY: never reached: everything refuses it first, which is what is tested.
-    let region = unsafe {
-        kvferry::cuda::DeviceRegion::from_raw(0x7000_0000, layout.region_bytes(), 0, std::sync::Arc::new(()))
-    };
-    let region = Region::Device(region);
-    let layout = PhysicalLayout::from_regions(layout, MemoryKind::Device(0), vec![region]).unwrap();
-    let results = [
-        layout.checksum(&ids([0]), None).map(drop),
-        layout.fill_pattern(1, None),
-        layout.verify_pattern(1, None, None, None),
-        layout.check_fill(0, &ids([0])),
-    ];
-    for result in results {
-        assert!(matches!(result, Err(Error::Unsupported { .. })), "{result:?}");
-    }
 }

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use kvferry_cuda::{DeviceBuffer, DeviceRegion, PinnedBuffer};
+use kvferry_cuda::{DeviceBuffer, DeviceRegion, PinnedBuffer, current_device};
 use kvferry_host::{HostBuffer, HostOptions, HostRegion};
 use kvferry_layout::{Layout, LayoutError};
 
@@ -15,7 +15,13 @@ const REGION_ALIGNMENT: u64 = 512;
 /// What every allocator we use guarantees for the base address.
 const BASE_ALIGNMENT: u64 = 512;
 
-pub(crate) fn allocate(layout: &Layout, kind: MemoryKind, options: HostOptions) -> Result<Vec<Region>> {
+/// `via`: the device through whose context pinned memory is made; the thread's current one, else 0, if `None`.
+pub(crate) fn allocate(
+    layout: &Layout,
+    kind: MemoryKind,
+    options: HostOptions,
+    via: Option<u32>,
+) -> Result<Vec<Region>> {
     if kind != MemoryKind::System {
         refuse_options(kind, options)?;
     }
@@ -41,7 +47,11 @@ pub(crate) fn allocate(layout: &Layout, kind: MemoryKind, options: HostOptions) 
             starts(whole.addr()).map(|start| Ok(Region::Host(whole.part(start, region)?))).collect()
         }
         MemoryKind::Pinned => {
-            let whole = PinnedBuffer::new(len, 0)?.into_region();
+            let via = match via {
+                Some(ordinal) => ordinal,
+                None => current_device()?.unwrap_or(0),
+            };
+            let whole = PinnedBuffer::new(len, via)?.into_region();
             starts(whole.addr()).map(|start| Ok(Region::Host(whole.part(start, region)?))).collect()
         }
         MemoryKind::Device(ordinal) => {

@@ -8,6 +8,8 @@ use kvferry_cuda::DeviceRegion;
 use kvferry_host::HostRegion;
 use kvferry_layout::RegionSpan;
 
+use crate::error::Result;
+
 pub(crate) use alloc::allocate;
 
 /// Where memory lies. The kind decides the direction of a transfer and the engines that can carry it.
@@ -61,8 +63,17 @@ impl Region {
     pub fn writable(&self) -> bool {
         match self {
             Region::Host(region) => region.writable(),
-            Region::Device(_) => true,
+            Region::Device(region) => region.writable(),
         }
+    }
+
+    /// Sets every byte to `value`. Device memory: see [`DeviceRegion`] for ordering.
+    pub(crate) fn fill(&self, value: u8) -> Result<()> {
+        match self {
+            Region::Host(region) => region.fill(0, region.len(), value)?,
+            Region::Device(region) => region.fill(0, region.len(), value)?,
+        }
+        Ok(())
     }
 
     /// The host region, if the CPU can address it.

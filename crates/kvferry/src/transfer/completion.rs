@@ -10,12 +10,18 @@ use std::time::{Duration, Instant};
 
 use kvferry_host::Event;
 
+use kvferry_cuda::{ContextGuard, Gpu, StreamHandle};
+
+use super::cuda::{CudaJob, owner_of};
 use super::ending::{self, Registered};
 use super::host::HostJob;
 use super::layers::Layers;
 use super::lock;
 use super::strategy::{Engine, TransferStrategy};
 use crate::error::{Error, Result};
+
+/// How the reason of a job begins that failed because another had.
+pub(crate) const FOLLOWED: &str = "a transfer it was to follow failed: ";
 
 /// What a finished transfer did.
 #[derive(Clone, Debug, PartialEq)]
@@ -65,16 +71,33 @@ pub(crate) struct Completion {
     // `None` once ended: what is registered later runs at once.
     registered: Mutex<Option<Registered>>,
     observed: AtomicBool,
+    /// Of a part of a job: not counted as one itself.
+    part: bool,
 }
 
 impl Completion {
     pub(crate) fn new(tag: Option<(u64, Ended)>) -> Arc<Completion> {
+        Completion::of(tag, false)
+    }
+
+    /// Of a job that is a part of another, or that others are made to follow.
+    pub(crate) fn part() -> Arc<Completion> {
+        Completion::of(None, true)
+    }
+
+    /// Whether it is of a part.
+    pub(crate) const fn is_part(&self) -> bool {
+        self.part
+    }
+
+    fn of(tag: Option<(u64, Ended)>, part: bool) -> Arc<Completion> {
         Arc::new(Completion {
             event: Event::new(),
             tag: Mutex::new(tag),
             outcome: OnceLock::new(),
             registered: Mutex::new(Some(Registered::default())),
             observed: AtomicBool::new(false),
+            part,
         })
     }
 
@@ -94,6 +117,21 @@ impl Completion {
         // Taken after the event is set: whoever finds the list gone also finds the job ended.
         let registered = lock(&self.registered).take();
         ending::run(self, registered.unwrap_or_default());
+    }
+
+    /// Sleeps until the job has ended, which another thread is about to do.
+    pub(super) fn event_wait(&self) {
+        self.event.wait(None);
+    }
+
+    /// Sleeps until the job has ended, at most until `at`; true if it has.
+    pub(super) fn wait_until(&self, at: Instant) -> bool {
+        self.event.wait(Some(at.saturating_duration_since(Instant::now())))
+    }
+
+    /// Whether somebody wants to be called at the end.
+    pub(super) fn awaited(&self) -> bool {
+        lock(&self.registered).as_ref().is_some_and(|registered| !registered.is_empty())
     }
 
     /// The outcome once the job has ended, without counting as a look at it.
@@ -143,6 +181,11 @@ impl Drop for Completion {
 pub(super) enum Pending {
     Job(Arc<HostJob>),
     Layers(Arc<Layers>),
+    Cuda(Arc<CudaJob>),
+    /// Ended by whoever ends its parts.
+    Parts,
+    /// In a CUDA graph, to run whenever that is launched: it never ends.
+    Captured,
 }
 
 /// Handle of a submitted transfer. Cheap to clone; dropping it does not stop the transfer, and a failure that nobody
@@ -163,21 +206,125 @@ impl TransferCompleteNotification {
         TransferCompleteNotification::new(job.completion().clone(), Pending::Job(job))
     }
 
-    /// Whether the transfer has ended, well or badly.
+    /// A handle that has ended with `result`.
+    pub(super) fn completed(result: TransferResult) -> Self {
+        let completion = Completion::new(None);
+        completion.finish(Ok(result), || {});
+        TransferCompleteNotification::new(completion, Pending::Parts)
+    }
+
+    pub(super) fn of_cuda(job: Arc<CudaJob>) -> Self {
+        TransferCompleteNotification::new(job.completion().clone(), Pending::Cuda(job))
+    }
+
+    /// The GPU job behind the handle, if it is one.
+    pub(super) fn cuda(&self) -> Option<&Arc<CudaJob>> {
+        match &self.work {
+            Pending::Cuda(job) => Some(job),
+            Pending::Job(_) | Pending::Layers(_) | Pending::Parts | Pending::Captured => None,
+        }
+    }
+
+    /// Whether the transfer has ended, well or badly. A GPU transfer is asked after at the driver.
     pub fn done(&self) -> bool {
         self.completion.event.is_set()
+            || match &self.work {
+                Pending::Cuda(job) => job.poll(),
+                Pending::Layers(layers) => {
+                    // The whole ends with its last layer, by the thread that ends that.
+                    layers.parts().iter().all(TransferCompleteNotification::done)
+                        && self.completion.event.is_set()
+                }
+                Pending::Job(_) | Pending::Parts | Pending::Captured => false,
+            }
+    }
+
+    /// Whether the transfer was put into a CUDA graph: it runs whenever that is launched, and this handle never ends.
+    pub fn captured(&self) -> bool {
+        matches!(self.work, Pending::Captured)
+    }
+
+    /// Makes what is put on `stream` from now on wait for the transfer, or for one layer of it (as
+    /// [`layer`](Self::layer)), without waiting here. A no-op for a transfer that has ended.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] for a transfer that is not on a stream: one that host threads carry out or hold back, or
+    /// that a CUDA graph has taken; [`Error::InvalidOption`] for a layer without a handle; the driver's refusal.
+    pub fn wait_on(&self, stream: StreamHandle, layer: Option<u64>) -> Result<()> {
+        if let Some(layer) = layer {
+            let part = self.layer(layer).ok_or_else(|| Error::InvalidOption {
+                option: "layer",
+                expected: "a layer that the transfer moves, submitted by layer".to_owned(),
+                value: layer.to_string(),
+            })?;
+            return part.wait_on(stream, None);
+        }
+        if self.done() {
+            return Ok(());
+        }
+        let refuse = |why: &str| {
+            Err(Error::Unsupported {
+                what: "making a stream wait for this transfer".to_owned(),
+                why: why.to_owned(),
+            })
+        };
+        match &self.work {
+            Pending::Cuda(job) => {
+                let mut gpu = job.gpu().clone();
+                let other = owner_of(&gpu, &gpu.enter()?, stream)?;
+                // A stream waits in its own context.
+                gpu = other.unwrap_or(gpu);
+                let cx = gpu.enter()?;
+                if job.order(&gpu, &cx, stream)? {
+                    return Ok(());
+                }
+                refuse("it waits for a host transfer and is not on a stream yet")
+            }
+            Pending::Layers(layers) => layers.parts().iter().try_for_each(|part| part.wait_on(stream, None)),
+            Pending::Job(_) | Pending::Parts => {
+                refuse("host threads take part in it: wait for it on the host")
+            }
+            Pending::Captured => {
+                refuse("a CUDA graph has taken it: order the stream after the graph's launch")
+            }
+        }
+    }
+
+    /// Makes `stream` wait for the transfer, if that can be done on the device; false if it has to be waited for here.
+    pub(super) fn order(&self, gpu: &Gpu, cx: &ContextGuard<'_>, stream: StreamHandle) -> Result<bool> {
+        match &self.work {
+            _ if self.completion.event.is_set() => Ok(true),
+            Pending::Cuda(job) => job.order(gpu, cx, stream),
+            Pending::Layers(layers) => {
+                for part in layers.parts() {
+                    if !part.order(gpu, cx, stream)? {
+                        return Ok(false);
+                    }
+                }
+                Ok(true)
+            }
+            Pending::Job(_) | Pending::Parts | Pending::Captured => Ok(false),
+        }
     }
 
     /// Waits for the end, at most `timeout`. The waiting thread helps with copies that no other thread has taken up.
     ///
     /// # Errors
     /// [`Error::Transfer`] if the job failed, [`Error::Timeout`] if time ran out (the job then goes on), [`Error::Fork`]
-    /// in a forked child, which has no thread that could end the job.
+    /// in a forked child, which has no thread that could end the job, [`Error::Unsupported`] for a transfer that a CUDA
+    /// graph has taken.
     pub fn wait(&self, timeout: Option<Duration>) -> Result<TransferResult> {
+        if self.captured() {
+            return Err(Error::Unsupported {
+                what: "waiting for a captured transfer".to_owned(),
+                why: "it runs whenever its CUDA graph is launched: synchronize with the launch".to_owned(),
+            });
+        }
         let start = Instant::now();
         // A limit beyond the clock's range is no limit.
         self.help(timeout.and_then(|limit| start.checked_add(limit)))?;
         let left = timeout.map(|limit| limit.saturating_sub(start.elapsed()));
+        self.attend();
         if !self.completion.event.wait(left) {
             return Err(Error::Timeout { seconds: timeout.unwrap_or_default().as_secs_f64() });
         }
@@ -196,6 +343,11 @@ impl TransferCompleteNotification {
                     part.help(deadline)?;
                 }
             }
+            Pending::Cuda(job) => {
+                job.check_fork()?;
+                job.watch(deadline);
+            }
+            Pending::Parts | Pending::Captured => {}
         }
         Ok(())
     }
@@ -205,7 +357,7 @@ impl TransferCompleteNotification {
     pub fn layer(&self, layer: u64) -> Option<&TransferCompleteNotification> {
         match &self.work {
             Pending::Layers(layers) => layers.get(layer),
-            Pending::Job(_) => None,
+            Pending::Job(_) | Pending::Cuda(_) | Pending::Parts | Pending::Captured => None,
         }
     }
 
@@ -229,11 +381,22 @@ impl TransferCompleteNotification {
     /// look at a failure: that is still logged unless [`outcome`](Self::outcome), `wait` or `await` gives it out.
     pub fn on_complete(&self, callback: impl FnOnce(&Outcome) + Send + 'static) {
         self.completion.register(|registered| registered.callbacks.push(Box::new(callback)));
+        self.attend();
+    }
+
+    /// The end is to be told without anybody asking.
+    fn attend(&self) {
+        match &self.work {
+            Pending::Cuda(job) => job.attend(),
+            Pending::Layers(layers) => layers.parts().iter().for_each(TransferCompleteNotification::attend),
+            Pending::Job(_) | Pending::Parts | Pending::Captured => {}
+        }
     }
 
     /// As [`on_complete`](Self::on_complete), before all callbacks and wakers: starts the jobs that follow this one.
     pub(crate) fn on_complete_first(&self, callback: impl FnOnce(&Outcome) + Send + 'static) {
         self.completion.register(|registered| registered.followers.push(Box::new(callback)));
+        self.attend();
     }
 
     /// Puts `waker` in this handle's slot; gives back what was there, to be dropped without the lock.
@@ -258,6 +421,8 @@ impl Clone for TransferCompleteNotification {
 
 impl Drop for TransferCompleteNotification {
     fn drop(&mut self) {
+        // Nobody may be left to ask.
+        self.attend();
         if let Some(slot) = self.waker {
             let mut registered = lock(&self.completion.registered);
             let waker = registered.as_mut().and_then(|registered| registered.wakers.get_mut(slot)?.take());
@@ -285,6 +450,7 @@ impl Future for TransferCompleteNotification {
             return Poll::Ready(outcome);
         }
         drop(self.keep_waker(cx.waker().clone()));
+        self.attend();
         // It may have ended between the look and the registration.
         match self.outcome() {
             Some(outcome) => Poll::Ready(outcome),

@@ -8,14 +8,17 @@ use kvferry_host::ForkGuard;
 use kvferry_layout::{BlockId, PairRequest};
 
 use super::completion::{Ended, Outcome, TransferCompleteNotification};
+use super::cuda::{Cuda, Limits};
+use super::ending;
 use super::host::Pool;
 use super::lock;
 use super::options::TransferOptions;
 use super::plan::TransferPlan;
-use super::route::{Prepared, Route};
+use super::route::{IdSource, Prepared, Route};
 use super::strategy::TransferStrategy;
+use crate::calibrate::CostModel;
 use crate::error::{Error, Result};
-use crate::physical::PhysicalLayout;
+use crate::physical::{Forget, PhysicalLayout};
 
 /// Most copy threads a context starts unless told otherwise: more do not add memory bandwidth.
 const MAX_DEFAULT_THREADS: usize = 16;
@@ -27,10 +30,18 @@ pub(super) fn default_threads() -> usize {
 
 /// Most layout pairs whose plans a context keeps.
 const MAX_PREPARED: usize = 256;
+/// Device memory that a context may take beyond its layouts, unless told otherwise.
+const STAGING_BYTES: u64 = 64 << 20;
+/// Pinned memory that a context may take beyond its layouts, unless told otherwise.
+const PINNED_BYTES: u64 = 16 << 20;
+/// Least of either: below, the ring for long id lists has no room for a chunk.
+const LEAST_BYTES: u64 = 1 << 20;
 
 /// What routes and the context share.
 pub(super) struct Shared {
     pub(super) pool: Arc<Pool>,
+    /// The context's GPU; `None` in a context for host memory.
+    pub(super) cuda: Option<Arc<Cuda>>,
     pub(super) fork: ForkGuard,
     /// The last job of each direction, in an ordered context.
     pub(super) order: Option<Mutex<HashMap<TransferStrategy, TransferCompleteNotification>>>,
@@ -38,11 +49,31 @@ pub(super) struct Shared {
     pub(super) completed: Ended,
 }
 
+/// The plans of a context, by both layouts' numbers and the request. Forgotten when either layout goes: what engines
+/// make of a pair keeps its memory.
+#[derive(Default)]
+struct Plans(Mutex<HashMap<(u64, u64, PairRequest), Prepared>>);
+
+impl Forget for Plans {
+    fn forget(&self, layout: u64) {
+        let mut gone = Vec::new();
+        lock(&self.0).retain(|(src, dst, _), prepared| {
+            let stays = *src != layout && *dst != layout;
+            if !stays {
+                gone.push(prepared.clone());
+            }
+            stays
+        });
+        // Dropped without the lock: the last owner of foreign memory may run code that comes back here.
+        drop(gone);
+    }
+}
+
 /// Plans and runs transfers. Jobs of one context are unordered unless one is named in another's `after`, or the context
 /// is [`ordered`](TransferContextBuilder::ordered).
 pub struct TransferContext {
     shared: Arc<Shared>,
-    prepared: Mutex<HashMap<(u64, u64, PairRequest), Prepared>>,
+    prepared: Arc<Plans>,
 }
 
 /// Options of a context.
@@ -51,6 +82,9 @@ pub struct TransferContextBuilder {
     device: Option<u32>,
     threads: Option<usize>,
     ordered: bool,
+    staging_bytes: Option<u64>,
+    pinned_bytes: Option<u64>,
+    cost_model: Option<CostModel>,
 }
 
 impl TransferContextBuilder {
@@ -76,10 +110,35 @@ impl TransferContextBuilder {
         self
     }
 
-    /// Builds the context. Threads start with the first job that needs them.
+    /// Most device memory the context takes beyond its layouts, per GPU: the ring of the staged engine, and copies of
+    /// long id lists. At least 1 MiB; default 64 MiB.
+    #[must_use]
+    pub const fn staging_bytes(mut self, bytes: u64) -> Self {
+        self.staging_bytes = Some(bytes);
+        self
+    }
+
+    /// Most pinned memory the context takes beyond its layouts, per GPU: the ring for pageable memory, and long id
+    /// lists. At least 1 MiB; default 16 MiB.
+    #[must_use]
+    pub const fn pinned_bytes(mut self, bytes: u64) -> Self {
+        self.pinned_bytes = Some(bytes);
+        self
+    }
+
+    /// The constants by which GPU engines are chosen, instead of the calibrated or shipped ones.
+    #[must_use]
+    pub fn cost_model(mut self, model: CostModel) -> Self {
+        self.cost_model = Some(model);
+        self
+    }
+
+    /// Builds the context. Threads start with the first job that needs them. With a device, its kernels are loaded and
+    /// its streams made here; rings are allocated when a pair of layouts first needs them.
     ///
     /// # Errors
-    /// A thread count outside 1 to 1024; a device, until the CUDA engines are in.
+    /// A thread count outside 1 to 1024, less memory than said above; without a GPU, a driver of 580 or newer, or
+    /// kernels in the build: [`Error::Cuda`].
     pub fn build(self) -> Result<TransferContext> {
         let threads = self.threads.unwrap_or_else(default_threads);
         if !(1..=1024).contains(&threads) {
@@ -89,20 +148,28 @@ impl TransferContextBuilder {
                 value: threads.to_string(),
             });
         }
-        if let Some(ordinal) = self.device {
-            return Err(Error::Unsupported {
-                what: format!("a transfer context on device {ordinal}"),
-                why: "this build moves host memory; the CUDA engines are not in it".to_owned(),
-            });
-        }
+        let memory = |option, asked: Option<u64>, usual| match asked {
+            Some(bytes) if !(LEAST_BYTES..=1 << 40).contains(&bytes) => Err(Error::InvalidOption {
+                option,
+                expected: "between 1 MiB and 1 TiB".to_owned(),
+                value: bytes.to_string(),
+            }),
+            asked => Ok(asked.unwrap_or(usual)),
+        };
+        let limits = Limits {
+            staging_bytes: memory("staging_bytes", self.staging_bytes, STAGING_BYTES)?,
+            pinned_bytes: memory("pinned_bytes", self.pinned_bytes, PINNED_BYTES)?,
+        };
+        let cuda = self.device.map(|ordinal| Cuda::open(ordinal, limits, self.cost_model)).transpose()?;
         let fork = ForkGuard::new();
         let shared = Arc::new(Shared {
             pool: Pool::new(threads, fork),
+            cuda: cuda.map(Arc::new),
             fork,
             order: self.ordered.then(Mutex::default),
             completed: Ended::default(),
         });
-        Ok(TransferContext { shared, prepared: Mutex::new(HashMap::new()) })
+        Ok(TransferContext { shared, prepared: Arc::default() })
     }
 }
 
@@ -125,8 +192,22 @@ impl TransferContext {
         self.shared.pool.threads()
     }
 
+    /// The context's GPU, if it has one.
+    pub fn device(&self) -> Option<u32> {
+        self.shared.cuda.as_ref().map(|cuda| cuda.ordinal())
+    }
+
+    /// The constants by which GPU engines are chosen; `None` in a context for host memory.
+    pub fn cost_model(&self) -> Option<CostModel> {
+        let cuda = self.shared.cuda.as_ref()?;
+        Some(CostModel::clone(cuda.device(cuda.ordinal()).ok()?.model()))
+    }
+
     /// Jobs submitted and not yet complete; a transfer by layer counts as one job per layer.
     pub fn in_flight(&self) -> usize {
+        if let Some(cuda) = &self.shared.cuda {
+            cuda.lanes.poll();
+        }
         self.shared.pool.in_flight()
     }
 
@@ -179,6 +260,21 @@ impl TransferContext {
         self.route(src, dst, options)?.submit(src_blocks, dst_blocks)
     }
 
+    /// As [`transfer`](Self::transfer), with ids that may lie in device memory: see [`Route::submit_after`].
+    ///
+    /// # Errors
+    /// As [`TransferContext::route`] and [`Route::submit_after`].
+    pub fn transfer_ids(
+        &self,
+        src: &Arc<PhysicalLayout>,
+        dst: &Arc<PhysicalLayout>,
+        src_blocks: IdSource<'_>,
+        dst_blocks: IdSource<'_>,
+        options: &TransferOptions,
+    ) -> Result<TransferCompleteNotification> {
+        self.route(src, dst, options)?.submit_after(src_blocks, dst_blocks, &[])
+    }
+
     fn prepare(
         &self,
         src: &PhysicalLayout,
@@ -186,22 +282,29 @@ impl TransferContext {
         options: &TransferOptions,
     ) -> Result<Prepared> {
         let key = (src.id(), dst.id(), options.pair_request());
-        if let Some(prepared) = lock(&self.prepared).get(&key) {
+        if let Some(prepared) = lock(&self.prepared.0).get(&key) {
             return Ok(prepared.clone());
         }
         let prepared = Prepared::new(src, dst, options)?;
-        let mut kept = lock(&self.prepared);
-        if kept.len() >= MAX_PREPARED {
-            // Plans are cheap to make again; what matters is that layouts made and dropped in a loop do not pile up.
-            kept.clear();
+        for layout in [src, dst] {
+            let plans: Arc<dyn Forget> = self.prepared.clone();
+            layout.tell_when_dropped(&plans);
         }
+        let mut kept = lock(&self.prepared.0);
+        // Plans are cheap to make again.
+        let spilled = if kept.len() >= MAX_PREPARED { std::mem::take(&mut *kept) } else { HashMap::new() };
         kept.insert(key, prepared.clone());
+        drop(kept);
+        drop(spilled);
         Ok(prepared)
     }
 
     /// Tagged jobs that have ended since the last call, in order of their ends, with how they ended: a job whose handle
     /// says so is among them. Kept until asked for: a context whose jobs are tagged must be polled.
     pub fn completed(&self) -> Vec<(u64, Outcome)> {
+        if let Some(cuda) = &self.shared.cuda {
+            cuda.lanes.poll();
+        }
         let ended = std::mem::take(&mut *lock(&self.shared.completed));
         ended.into_iter().filter_map(|(tag, job)| Some((tag, job.look()?))).collect()
     }
@@ -213,7 +316,14 @@ impl TransferContext {
     /// [`Error::Timeout`] if jobs were still in flight after `timeout`; they go on, and new ones stay refused.
     pub fn close(&self, timeout: Option<Duration>) -> Result<()> {
         self.shared.fork.check()?;
+        self.shared.pool.refuse();
+        if let Some(cuda) = &self.shared.cuda {
+            cuda.lanes.attend_all();
+        }
         if self.shared.pool.close(timeout) {
+            if let Some(cuda) = &self.shared.cuda {
+                cuda.lanes.stop(!ending::in_callback());
+            }
             return Ok(());
         }
         Err(Error::Timeout { seconds: timeout.unwrap_or_default().as_secs_f64() })
@@ -224,8 +334,18 @@ impl Drop for TransferContext {
     fn drop(&mut self) {
         if self.shared.fork.check().is_err() {
             self.shared.pool.abandon();
+            if let Some(cuda) = &self.shared.cuda {
+                cuda.lanes.abandon();
+            }
             return;
         }
+        self.shared.pool.refuse();
+        if let Some(cuda) = &self.shared.cuda {
+            cuda.lanes.attend_all();
+        }
         self.shared.pool.close(None);
+        if let Some(cuda) = &self.shared.cuda {
+            cuda.lanes.stop(!ending::in_callback());
+        }
     }
 }

@@ -23,6 +23,12 @@ pub(super) struct Registered {
     pub(super) wakers: Vec<Option<Waker>>,
 }
 
+impl Registered {
+    pub(super) fn is_empty(&self) -> bool {
+        self.followers.is_empty() && self.callbacks.is_empty() && self.wakers.iter().all(Option::is_none)
+    }
+}
+
 enum Item {
     Call(Callback, Arc<Completion>),
     Wake(Waker),

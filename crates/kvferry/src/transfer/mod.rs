@@ -3,20 +3,24 @@
 mod choose;
 mod completion;
 mod context;
+mod cuda;
 mod ending;
+mod executor;
 mod host;
 mod layers;
 mod options;
 mod plan;
 mod route;
 mod strategy;
+mod submit;
 
 pub use choose::{Candidate, Choice, HostMode};
 pub use completion::{Outcome, TransferCompleteNotification, TransferFailure, TransferResult};
 pub use context::{TransferContext, TransferContextBuilder};
-pub use options::TransferOptions;
+pub use executor::execute_cuda_transfer;
+pub use options::{Dependency, TransferOptions};
 pub use plan::{TransferPlan, plan_layouts};
-pub use route::Route;
+pub use route::{IdSource, Route};
 pub use strategy::{Engine, TransferStrategy};
 
 use std::sync::{Mutex, MutexGuard, PoisonError};

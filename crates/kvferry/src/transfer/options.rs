@@ -2,10 +2,28 @@
 
 use std::ops::Range;
 
+use kvferry_cuda::{EventHandle, StreamHandle};
 use kvferry_layout::{PairRequest, Transform};
 
 use super::completion::TransferCompleteNotification;
 use super::strategy::{Engine, TransferStrategy};
+
+/// Something that must have happened before a transfer starts.
+#[derive(Clone, Debug)]
+pub enum Dependency {
+    /// A job is complete. If it fails, the transfer that follows it fails too.
+    Job(TransferCompleteNotification),
+    /// Everything put on this stream so far is done.
+    Stream(StreamHandle),
+    /// What this event recorded last is done.
+    Event(EventHandle),
+}
+
+impl From<TransferCompleteNotification> for Dependency {
+    fn from(job: TransferCompleteNotification) -> Self {
+        Dependency::Job(job)
+    }
+}
 
 /// Options of one transfer. The default moves everything, with whatever engine fits, after nothing in particular.
 #[derive(Clone, Debug, Default)]
@@ -20,13 +38,18 @@ pub struct TransferOptions {
     pub engine: Option<Engine>,
     /// Direction to expect; one that contradicts the memory is an error.
     pub strategy: Option<TransferStrategy>,
-    /// Jobs that must be complete before this one starts. If one fails, this one fails too.
-    pub after: Vec<TransferCompleteNotification>,
+    /// What must have happened before this transfer starts.
+    pub after: Vec<Dependency>,
     /// Report the end of this job to [`crate::TransferContext::completed`] under this number.
     pub tag: Option<u64>,
     /// Copy layer by layer, lowest first, so that the handle can tell of each one
     /// ([`TransferCompleteNotification::layer`]). Runs then end at layers, even where both sides go on.
     pub per_layer: bool,
+    /// The CUDA stream to run on, after everything put there before; what is put there later runs after the transfer.
+    /// `None` is a stream of the context, ordered after nothing but `after`. GPU transfers only.
+    pub stream: Option<StreamHandle>,
+    /// Most CTAs of a kernel, one per multiprocessor or fewer; `None` is what the direction needs. GPU transfers only.
+    pub num_sms: Option<u32>,
 }
 
 impl TransferOptions {

@@ -5,9 +5,10 @@ use std::sync::Arc;
 
 use kvferry_layout::{Axis, BlockId, CopyPlan, Layout, LayoutKind, PairPlan, PlanStats, View};
 
-use super::choose::{Choice, choose, strategy};
+use super::choose::{Asked, Choice, GpuAsked, choose, strategy};
 use super::context::default_threads;
 use super::options::TransferOptions;
+use super::strategy::TransferStrategy;
 use crate::error::Result;
 use crate::memory::MemoryKind;
 
@@ -79,7 +80,9 @@ pub fn plan_layouts(
     let pair = Arc::new(PairPlan::new(src, dst, &options.pair_request())?);
     let plan = CopyPlan::new(pair, src_blocks, dst_blocks)?;
     let direction = strategy(src_memory, dst_memory, options.strategy)?;
-    let choice = choose(&plan, direction, options, !options.after.is_empty(), default_threads())?;
+    let gpu = (direction != TransferStrategy::Memcpy).then(GpuAsked::by_default);
+    let asked = Asked { waits: !options.after.is_empty(), threads: default_threads(), gpu };
+    let choice = choose(&plan, (src_memory, dst_memory), direction, options, asked)?;
     let side = |layout: &Layout, memory| PlanSide::new(layout.clone(), memory);
     Ok(TransferPlan::new(side(src, src_memory), side(dst, dst_memory), plan, choice))
 }

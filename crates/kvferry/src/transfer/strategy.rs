@@ -87,6 +87,8 @@ pub enum Engine {
     Kernel,
     /// Copy engine between host and a device ring, kernel between ring and layout.
     Staged,
+    /// Pageable memory through a pinned ring: CPU threads on one side of it, a GPU engine on the other.
+    Bounce,
     /// A file.
     Disk,
     /// Another machine.
@@ -95,8 +97,15 @@ pub enum Engine {
 
 impl Engine {
     /// Every engine.
-    pub const ALL: [Engine; 6] =
-        [Engine::Host, Engine::Batch, Engine::Kernel, Engine::Staged, Engine::Disk, Engine::Remote];
+    pub const ALL: [Engine; 7] = [
+        Engine::Host,
+        Engine::Batch,
+        Engine::Kernel,
+        Engine::Staged,
+        Engine::Bounce,
+        Engine::Disk,
+        Engine::Remote,
+    ];
 
     /// The name as users type it.
     pub const fn name(self) -> &'static str {
@@ -105,6 +114,7 @@ impl Engine {
             Engine::Batch => "batch",
             Engine::Kernel => "kernel",
             Engine::Staged => "staged",
+            Engine::Bounce => "bounce",
             Engine::Disk => "disk",
             Engine::Remote => "remote",
         }
@@ -123,7 +133,7 @@ impl FromStr for Engine {
     fn from_str(word: &str) -> Result<Self, Error> {
         Engine::ALL.into_iter().find(|engine| engine.name() == word).ok_or_else(|| Error::InvalidOption {
             option: "engine",
-            expected: "\"auto\" or one of host, batch, kernel, staged, disk, remote".to_owned(),
+            expected: "\"auto\" or one of host, batch, kernel, staged, bounce, disk, remote".to_owned(),
             value: word.to_owned(),
         })
     }

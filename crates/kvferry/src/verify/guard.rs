@@ -1,18 +1,19 @@
 //! The guard check: bytes that nobody should have written.
 
-use std::ops::Range;
-
+use kvferry_cuda::DeviceRegion;
 use kvferry_host::HostRegion;
 use kvferry_layout::{Axis, BlockId, Place, RegionPart};
 
+use super::device::GAP_BYTES;
 use super::error::GuardBreach;
 use super::spread::spread;
 use crate::error::Result;
+use crate::memory::Region;
 use crate::physical::PhysicalLayout;
 
-/// Bytes of a unit of work.
+/// Units of work end where a region offset is a multiple of this many bytes.
 const UNIT_BYTES: u64 = 1 << 20;
-/// Bytes looked at together: a page, in the first-level cache.
+/// Bytes of host memory looked at together: a page, in the first-level cache.
 const LOOK_BYTES: usize = 4096;
 
 impl PhysicalLayout {
@@ -22,18 +23,22 @@ impl PhysicalLayout {
     ///
     /// # Errors
     /// [`Error::Guard`](crate::Error::Guard) with the first byte that differs, by region and offset. An id out of
-    /// range, or memory the CPU cannot address.
+    /// range, or (device memory) the CUDA driver's refusal.
     pub fn check_fill(&self, value: u8, except_blocks: &[BlockId]) -> Result<()> {
-        self.host_region(0)?;
         let parts = self.layout().outside_payload(self.spans(), except_blocks)?;
         let bytes = parts.iter().map(|part| part.bytes.end - part.bytes.start).sum();
         let units = cut(&parts);
-        let found = spread(units.len() as u64, bytes, |range| {
-            let mut buffer = [0; LOOK_BYTES];
-            for (region, bytes) in &units[range.start as usize..range.end as usize] {
-                let memory = self.host_region(*region)?;
-                if let Some((offset, found)) = first_other(memory, bytes.clone(), value, &mut buffer)? {
-                    return Ok(Some((*region, offset, found)));
+        let found = spread(self.memory_kind(), units.len() as u64, bytes, |range| {
+            let mut buffer = Vec::new();
+            let units = &units[range.start as usize..range.end as usize];
+            for group in units.chunk_by(read_together) {
+                let region = group[0].region;
+                let found = match &self.regions()[region] {
+                    Region::Host(memory) => first_on_host(memory, group, value, &mut buffer)?,
+                    Region::Device(memory) => first_on_device(memory, group, value, &mut buffer)?,
+                };
+                if let Some((offset, found)) = found {
+                    return Ok(Some((region, offset, found)));
                 }
             }
             Ok(None)
@@ -58,39 +63,76 @@ impl PhysicalLayout {
     }
 }
 
-/// The parts in pieces of at most [`UNIT_BYTES`], in order.
-fn cut(parts: &[RegionPart]) -> Vec<(usize, Range<u64>)> {
+/// The parts, cut at multiples of [`UNIT_BYTES`], in order.
+fn cut(parts: &[RegionPart]) -> Vec<RegionPart> {
     let mut units = Vec::with_capacity(parts.len());
     for RegionPart { region, bytes } in parts {
         let mut at = bytes.start;
         while at < bytes.end {
-            let end = bytes.end.min(at + UNIT_BYTES);
-            units.push((*region, at..end));
+            let end = (at / UNIT_BYTES + 1).saturating_mul(UNIT_BYTES).min(bytes.end);
+            units.push(RegionPart { region: *region, bytes: at..end });
             at = end;
         }
     }
     units
 }
 
-/// The first byte of `bytes` that is not `value`, with its offset.
-fn first_other(
+/// Whether one copy of device memory brings both units, `second` following `first`. A group of such neighbours spans at
+/// most [`UNIT_BYTES`].
+fn read_together(first: &RegionPart, second: &RegionPart) -> bool {
+    first.region == second.region
+        && first.bytes.start / UNIT_BYTES == second.bytes.start / UNIT_BYTES
+        && second.bytes.start - first.bytes.end <= GAP_BYTES
+}
+
+/// The first byte of `units` that is not `value`, with its offset.
+fn first_on_host(
     memory: &HostRegion,
-    bytes: Range<u64>,
+    units: &[RegionPart],
     value: u8,
-    buffer: &mut [u8; LOOK_BYTES],
+    buffer: &mut Vec<u8>,
 ) -> Result<Option<(u64, u8)>> {
-    let mut at = bytes.start;
-    while at < bytes.end {
-        let len = (bytes.end - at).min(LOOK_BYTES as u64) as usize;
-        let looked = &mut buffer[..len];
-        memory.read(at, looked)?;
-        // No early exit, so that it is vector code.
-        if looked.iter().fold(0, |all, &byte| all | (byte ^ value)) != 0
-            && let Some(index) = looked.iter().position(|&byte| byte != value)
-        {
-            return Ok(Some((at + index as u64, looked[index])));
+    buffer.resize(LOOK_BYTES, 0);
+    for unit in units {
+        let mut at = unit.bytes.start;
+        while at < unit.bytes.end {
+            let len = (unit.bytes.end - at).min(LOOK_BYTES as u64) as usize;
+            let looked = &mut buffer[..len];
+            memory.read(at, looked)?;
+            if let Some(index) = first_other(looked, value) {
+                return Ok(Some((at + index as u64, looked[index])));
+            }
+            at += len as u64;
         }
-        at += len as u64;
     }
     Ok(None)
+}
+
+/// As [`first_on_host`]; `units` are not empty and are [read together](read_together).
+fn first_on_device(
+    memory: &DeviceRegion,
+    units: &[RegionPart],
+    value: u8,
+    buffer: &mut Vec<u8>,
+) -> Result<Option<(u64, u8)>> {
+    let start = units[0].bytes.start;
+    buffer.resize((units[units.len() - 1].bytes.end - start) as usize, 0);
+    memory.read(start, buffer)?;
+    Ok(units.iter().find_map(|unit| {
+        let looked = &buffer[(unit.bytes.start - start) as usize..(unit.bytes.end - start) as usize];
+        let index = first_other(looked, value)?;
+        Some((unit.bytes.start + index as u64, looked[index]))
+    }))
+}
+
+/// The index of the first byte that is not `value`.
+fn first_other(bytes: &[u8], value: u8) -> Option<usize> {
+    bytes.chunks(LOOK_BYTES).enumerate().find_map(|(number, looked)| {
+        // No early exit, so that it is vector code.
+        if looked.iter().fold(0, |all, &byte| all | (byte ^ value)) == 0 {
+            return None;
+        }
+        let index = looked.iter().position(|&byte| byte != value)?;
+        Some(number * LOOK_BYTES + index)
+    })
 }

@@ -9,8 +9,13 @@
 //!
 //! The formulas are those of [`kvferry_layout::row_checksum`] and [`kvferry_layout::Pattern`]. Everything runs on the
 //! calling thread and scoped helpers, at most one per usable CPU, and returns when it is done. Nothing here orders it
-//! against transfers: wait for those first. Memory must be addressable by the CPU.
+//! against transfers: wait for those first.
+//!
+//! Device memory is read and written with blocking copies, ordered as [`DeviceRegion`](crate::cuda::DeviceRegion) says,
+//! by the calling thread alone: never through the engines, which are what is being checked. Where the rows of a block
+//! lie apart, filling them writes back the bytes between them: nobody else may write those meanwhile.
 
+mod device;
 mod error;
 mod guard;
 mod rows;
@@ -35,7 +40,8 @@ impl PhysicalLayout {
     /// of it; padding is not read.
     ///
     /// # Errors
-    /// An id or layer out of range, memory the CPU cannot address, or sizes beyond [`kvferry_layout::RowAt::word`].
+    /// An id or layer out of range, sizes beyond [`kvferry_layout::RowAt::word`], or (device memory) the CUDA driver's
+    /// refusal.
     pub fn checksum(&self, blocks: &[BlockId], layers: Option<Range<u64>>) -> Result<Vec<u64>> {
         check_ids(Side::Source, blocks, self.num_blocks())?;
         let job = RowJob::new(self, blocks, layers)?;
@@ -65,7 +71,7 @@ impl PhysicalLayout {
     ///
     /// # Errors
     /// An id out of range or given twice, read-only memory, regions that share bytes, or as [`Self::checksum`].
-    /// Nothing is written then.
+    /// Nothing is written then, unless it was the driver that refused.
     pub fn fill_pattern(&self, seed: u64, blocks: Option<&[BlockId]>) -> Result<()> {
         let blocks = self.ids_or_all(blocks);
         check_ids(Side::Destination, &blocks, self.num_blocks())?;

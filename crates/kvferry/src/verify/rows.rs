@@ -5,8 +5,10 @@ use std::ops::Range;
 use kvferry_host::{CopyNest, Loop as NestLoop, RegionError};
 use kvferry_layout::{Axis, BlockId, Loop, RowAt, RowChunk, RowChunks};
 
+use super::device::Parts;
 use super::spread::spread;
 use crate::error::Result;
+use crate::memory::Region;
 use crate::physical::PhysicalLayout;
 
 /// Chunks fit the second-level cache beside what they are compared with.
@@ -26,6 +28,8 @@ struct Nests {
     tokens: u64,
     gather: CopyNest,
     scatter: CopyNest,
+    /// The same for device memory, both ways.
+    parts: Parts,
 }
 
 /// One chunk of one block.
@@ -35,6 +39,8 @@ pub(super) struct Piece<'a> {
     pub(super) position: usize,
     pub(super) block: BlockId,
     chunk: RowChunk,
+    /// For what passes through host memory; the thread's.
+    scratch: &'a mut Vec<u8>,
 }
 
 impl<'a> RowJob<'a> {
@@ -49,8 +55,6 @@ impl<'a> RowJob<'a> {
             Some(layers) => RowChunks::new(&view.slice(Axis::Layer, layers)?, CHUNK_BYTES)?,
             None => RowChunks::new(view, CHUNK_BYTES)?,
         };
-        // Refused here rather than at the first row.
-        layout.host_region(0)?;
         let full = chunks.max_tokens();
         let last = match view.extent(Axis::Page) % full {
             0 => full,
@@ -74,20 +78,22 @@ impl<'a> RowJob<'a> {
     pub(super) fn run<S: Send>(
         &self,
         start: impl Fn() -> S + Sync,
-        visit: impl Fn(&mut S, &Piece<'_>, &mut [u8]) -> Result<()> + Sync,
+        visit: impl Fn(&mut S, &mut Piece<'_>, &mut [u8]) -> Result<()> + Sync,
     ) -> Result<Vec<S>> {
         let per_block = self.chunks.per_block();
         let blocks = self.blocks.len() as u64;
         let bytes = blocks.saturating_mul(self.chunks.block_bytes());
-        spread(blocks * per_block, bytes, |range| {
+        spread(self.layout.memory_kind(), blocks * per_block, bytes, |range| {
             let mut state = start();
+            let mut scratch = Vec::new();
             let mut dense = vec![0; self.chunks.chunk_bytes(self.chunks.max_tokens()) as usize];
             for index in range {
                 let position = (index / per_block) as usize;
                 let block = self.blocks[position];
                 let chunk = self.chunks.chunk(block, index % per_block);
                 let len = self.chunks.chunk_bytes(chunk.tokens) as usize;
-                visit(&mut state, &Piece { job: self, position, block, chunk }, &mut dense[..len])?;
+                let mut piece = Piece { job: self, position, block, chunk, scratch: &mut scratch };
+                visit(&mut state, &mut piece, &mut dense[..len])?;
             }
             Ok(state)
         })
@@ -110,26 +116,35 @@ impl Nests {
         };
         let gather = nest(|l| (l.src_stride, l.dst_stride))?;
         let scatter = nest(|l| (l.dst_stride, l.src_stride))?;
-        Ok(Nests { tokens, gather, scatter })
+        Ok(Nests { tokens, gather, scatter, parts: Parts::new(run, loops) })
     }
 }
 
-impl Piece<'_> {
+impl<'a> Piece<'a> {
     /// Reads the rows into `dense`.
-    pub(super) fn gather(&self, dense: &mut [u8]) -> Result<()> {
-        let region = self.job.layout.host_region(self.chunk.place.region as usize)?;
-        Ok(region.gather(self.chunk.place.offset, &self.nests().gather, dense)?)
+    pub(super) fn gather(&mut self, dense: &mut [u8]) -> Result<()> {
+        let (region, offset, nests) = self.place();
+        match region {
+            Region::Host(memory) => Ok(memory.gather(offset, &nests.gather, dense)?),
+            Region::Device(memory) => nests.parts.gather(memory, offset, dense, self.scratch),
+        }
     }
 
     /// Writes the rows from `dense`.
-    pub(super) fn scatter(&self, dense: &[u8]) -> Result<()> {
-        let region = self.job.layout.host_region(self.chunk.place.region as usize)?;
-        Ok(region.scatter(self.chunk.place.offset, &self.nests().scatter, dense)?)
+    pub(super) fn scatter(&mut self, dense: &[u8]) -> Result<()> {
+        let (region, offset, nests) = self.place();
+        match region {
+            Region::Host(memory) => Ok(memory.scatter(offset, &nests.scatter, dense)?),
+            Region::Device(memory) => nests.parts.scatter(memory, offset, dense, self.scratch),
+        }
     }
 
-    fn nests(&self) -> &Nests {
-        let [full, last] = &self.job.nests;
-        if self.chunk.tokens == full.tokens { full } else { last }
+    /// Where the chunk lies, and how its rows lie there.
+    fn place(&self) -> (&'a Region, u64, &'a Nests) {
+        let job = self.job;
+        let [full, last] = &job.nests;
+        let nests = if self.chunk.tokens == full.tokens { full } else { last };
+        (&job.layout.regions()[self.chunk.place.region as usize], self.chunk.place.offset, nests)
     }
 
     /// The rows in `dense` with their coordinates.

@@ -26,7 +26,7 @@ const GUARD: u64 = 96;
 pub struct Bound {
     pub made: Made,
     pub layout: Arc<PhysicalLayout>,
-    whole: HostRegion,
+    pub whole: HostRegion,
     starts: Vec<u64>,
 }
 
@@ -119,11 +119,14 @@ pub fn context(threads: usize) -> TransferContext {
 /// Options that make even the smallest job go through the pool.
 pub fn pooled() -> TransferOptions {
     let done = small_job(&context(1), &TransferOptions::default());
-    TransferOptions { after: vec![done], ..TransferOptions::default() }
+    TransferOptions { after: vec![done.into()], ..TransferOptions::default() }
 }
 
 pub fn after(jobs: &[&TransferCompleteNotification]) -> TransferOptions {
-    TransferOptions { after: jobs.iter().map(|&job| job.clone()).collect(), ..TransferOptions::default() }
+    TransferOptions {
+        after: jobs.iter().map(|&job| job.clone().into()).collect(),
+        ..TransferOptions::default()
+    }
 }
 
 /// Copies block 0 of a small pair.

@@ -48,7 +48,10 @@ fn submit(
 ) -> TransferCompleteNotification {
     let ids: Vec<BlockId> = (0..BLOCKS).map(BlockId).collect();
     let rotated: Vec<BlockId> = (0..BLOCKS).map(|id| BlockId((id + 3) % BLOCKS)).collect();
-    let options = TransferOptions { after: after.to_vec(), ..TransferOptions::default() };
+    let options = TransferOptions {
+        after: after.iter().cloned().map(Into::into).collect(),
+        ..TransferOptions::default()
+    };
     ctx.transfer(src, dst, &ids, &rotated, &options).unwrap()
 }
 

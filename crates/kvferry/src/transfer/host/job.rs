@@ -8,12 +8,9 @@ use std::time::Instant;
 use super::pool::Pool;
 use super::task::Work;
 use crate::error::Result;
-use crate::transfer::completion::{Completion, Outcome, TransferFailure, TransferResult};
+use crate::transfer::completion::{Completion, FOLLOWED, Outcome, TransferFailure, TransferResult};
 use crate::transfer::lock;
 use crate::transfer::strategy::{Engine, TransferStrategy};
-
-/// How the reason of a job begins that failed because another had.
-const FOLLOWED: &str = "a transfer it was to follow failed: ";
 
 /// A job is *held* until its dependencies are complete, then any thread may claim its tasks. The thread that finishes
 /// the last task completes it.
@@ -153,7 +150,7 @@ impl HostJob {
             tracing::error!("the owner of a layout's memory panicked when dropped");
         }
         // Whoever sees the job ended no longer finds it counted; whoever has closed the pool finds it ended.
-        self.pool.leave();
+        self.pool.leave(&self.completion);
         self.completion.finish(outcome, || self.pool.left());
     }
 }

@@ -10,6 +10,7 @@ use kvferry_host::ForkGuard;
 
 use super::job::HostJob;
 use crate::error::{Error, Result};
+use crate::transfer::completion::Completion;
 use crate::transfer::{ending, lock};
 
 /// Threads start with the first job that needs them and sleep on a condition variable in between.
@@ -89,6 +90,11 @@ impl Pool {
         Ok(())
     }
 
+    /// Counts a part of an admitted job, which may come after closing: closing waits for it as well.
+    pub(crate) fn admit_part(&self) {
+        lock(&self.state).open += 1;
+    }
+
     pub(crate) fn enqueue(&self, job: Arc<HostJob>) {
         let many = job.tasks() > 1;
         let mut state = lock(&self.state);
@@ -106,8 +112,10 @@ impl Pool {
     }
 
     /// An admitted job is about to end. Relaxed: its event, set afterwards, orders this for who has seen it.
-    pub(crate) fn leave(&self) {
-        self.in_flight.fetch_sub(1, Ordering::Relaxed);
+    pub(crate) fn leave(&self, completion: &Completion) {
+        if !completion.is_part() {
+            self.in_flight.fetch_sub(1, Ordering::Relaxed);
+        }
     }
 
     /// An admitted job has ended, and its handles say so.
@@ -117,6 +125,12 @@ impl Pool {
         if state.open == 0 {
             self.change.notify_all();
         }
+    }
+
+    /// An admitted job has come to nothing.
+    pub(crate) fn withdraw(&self) {
+        self.in_flight.fetch_sub(1, Ordering::Relaxed);
+        self.left();
     }
 
     pub(crate) fn in_flight(&self) -> usize {
@@ -138,6 +152,11 @@ impl Pool {
                 state = self.work.wait(state).unwrap_or_else(PoisonError::into_inner);
             }
         }
+    }
+
+    /// Refuses new jobs.
+    pub(crate) fn refuse(&self) {
+        lock(&self.state).closed = true;
     }
 
     /// Refuses new jobs and waits until none is in flight, helping; true if that came within `timeout`.

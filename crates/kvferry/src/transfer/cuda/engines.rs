@@ -1,0 +1,291 @@
+//! The three engines that put work on streams: strided copy kernel, driver batch copy, and both through the device ring.
+
+use std::cell::RefCell;
+use std::sync::Arc;
+
+use kvferry_cuda::{
+    BadIdReport, BatchCopies, ContextGuard, CudaError, DeviceIds, Event, Flight, PairTable, StreamHandle,
+    StridedCopy,
+};
+use kvferry_layout::{CopyPlan, step};
+
+use super::device::CudaDevice;
+use super::lower::{Lowered, Staged};
+use crate::error::{Error, Result};
+use crate::transfer::strategy::TransferStrategy;
+
+/// What an engine needs to put a job on streams. `cx` proves that the GPU's context is current.
+pub(super) struct Launch<'a> {
+    pub(super) device: &'a CudaDevice,
+    pub(super) cx: &'a ContextGuard<'a>,
+    pub(super) plan: &'a CopyPlan,
+    pub(super) lowered: &'a Lowered,
+    pub(super) strategy: TransferStrategy,
+    pub(super) stream: StreamHandle,
+    /// The stream is the caller's.
+    pub(super) foreign: bool,
+    pub(super) ordered: bool,
+    pub(super) capturing: bool,
+    /// Most CTAs of a kernel, whatever it takes to be fast.
+    pub(super) max_ctas: u32,
+}
+
+/// How far an engine got before it failed: blocks up to there are on a stream.
+pub(super) struct Stopped {
+    pub(super) blocks: u32,
+    pub(super) error: Error,
+}
+
+impl<E: Into<Error>> From<E> for Stopped {
+    fn from(error: E) -> Self {
+        Stopped { blocks: 0, error: error.into() }
+    }
+}
+
+impl Stopped {
+    fn after(blocks: u32) -> impl FnOnce(CudaError) -> Stopped {
+        move |error| Stopped { blocks, error: error.into() }
+    }
+}
+
+/// Ids of a plan as the kernel reads them: source in the low half, destination in the high half.
+pub(super) fn pack(plan: &CopyPlan, pairs: &mut Vec<u64>) {
+    pairs.clear();
+    pairs.reserve(plan.blocks() as usize);
+    for segment in plan.segments() {
+        let (src, dst) = (u64::from(segment.src), u64::from(segment.dst));
+        pairs.extend((0..u64::from(segment.count)).map(|at| (src + at) | ((dst + at) << 32)));
+    }
+}
+
+/// Groups of a staged transfer: the first ones are small, so that copies begin while the rest is being put in.
+fn ramped(mut pairs: &[u64], most: usize) -> impl Iterator<Item = &[u64]> {
+    let mut size = 1;
+    std::iter::from_fn(move || {
+        let (group, rest) = pairs.split_at_checked(size).unwrap_or((pairs, &[]));
+        (pairs, size) = (rest, (2 * size).min(most));
+        (!group.is_empty()).then_some(group)
+    })
+}
+
+thread_local! {
+    /// A list of a megabyte would be paid for in page faults every time.
+    static PAIRS: RefCell<Vec<u64>> = const { RefCell::new(Vec::new()) };
+}
+
+/// Calls `f` with the packed ids of a plan.
+fn with_pairs<T>(plan: &CopyPlan, f: impl FnOnce(&[u64]) -> T) -> T {
+    let mut pairs = PAIRS.take();
+    pack(plan, &mut pairs);
+    let result = f(&pairs);
+    PAIRS.set(pairs);
+    result
+}
+
+impl Launch<'_> {
+    fn kernel(&self) -> Result<Arc<StridedCopy>> {
+        self.lowered.kernel(&self.device.gpu, self.plan.pair(), self.strategy)
+    }
+
+    fn ctas(&self, copy: &StridedCopy) -> u32 {
+        self.max_ctas.min(copy.enough_ctas())
+    }
+
+    /// The strided copy kernel between the layouts themselves. Long id lists go through the ring, all of them or none.
+    pub(super) fn by_kernel(&self, flight: &mut Flight) -> std::result::Result<(), Stopped> {
+        with_pairs(self.plan, |pairs| self.kernel_of(pairs, flight))
+    }
+
+    fn kernel_of(&self, pairs: &[u64], flight: &mut Flight) -> std::result::Result<(), Stopped> {
+        let copy = self.kernel()?;
+        if pairs.len() <= copy.inline_pairs() {
+            return Ok(copy.launch(self.cx, self.stream, pairs, self.ctas(&copy), flight)?);
+        }
+        let ring = &self.device.pairs;
+        let mut tables: Vec<PairTable> = Vec::new();
+        for chunk in pairs.chunks(ring.chunk_pairs()) {
+            let table = if self.capturing {
+                // Replays read it as long as the graph lives, so it must be the graph's own.
+                kvferry_cuda::PairRing::own_table(&self.device.gpu, chunk)?
+            } else {
+                ring.lease(chunk)?.ok_or(Error::Busy {
+                    what: "the ring for long id lists",
+                    limit: ring.capacity_pairs() as u64,
+                })?
+            };
+            tables.push(table);
+        }
+        let mut done = 0;
+        for table in &tables {
+            table.upload(self.cx, self.stream, flight).map_err(Stopped::after(done))?;
+            copy.launch_table(self.cx, self.stream, table, self.ctas(&copy), flight)
+                .map_err(Stopped::after(done))?;
+            done += table.len() as u32;
+        }
+        Ok(())
+    }
+
+    /// The strided copy kernel with ids that it reads from device memory when it runs.
+    pub(super) fn by_device_ids(
+        &self,
+        (src, dst): (&DeviceIds, &DeviceIds),
+        report: &Arc<BadIdReport>,
+        flight: &mut Flight,
+    ) -> Result<()> {
+        let count = src.len();
+        let copy = self.kernel()?;
+        Ok(copy.launch_device_ids(self.cx, self.stream, src, dst, count, report, self.ctas(&copy), flight)?)
+    }
+
+    /// One driver batch copy per run.
+    pub(super) fn by_batch(&self, flight: &mut Flight) -> std::result::Result<(), Stopped> {
+        let mut copies = BatchCopies::between(&self.lowered.sides);
+        for run in self.plan.runs() {
+            copies.push(
+                run.src.region as usize,
+                run.src.offset,
+                run.dst.region as usize,
+                run.dst.offset,
+                run.bytes,
+            )?;
+        }
+        if !self.stream.is_legacy() {
+            return Ok(copies.enqueue(self.cx, self.stream, flight)?);
+        }
+        // The driver refuses its batch call on the legacy stream: a stream of ours takes it, between two events.
+        let ours = self.device.stream(self.strategy, self.ordered);
+        self.follow(ours, self.stream)?;
+        // Landing on the legacy stream waits for ours.
+        Ok(copies.enqueue(self.cx, ours, flight)?)
+    }
+
+    /// Makes one stream wait for all that is on another.
+    fn follow(&self, later: StreamHandle, earlier: StreamHandle) -> std::result::Result<(), CudaError> {
+        let event = self.mark(earlier)?;
+        self.device.gpu.wait_event(self.cx, later, &event)
+    }
+
+    fn mark(&self, stream: StreamHandle) -> std::result::Result<Arc<Event>, CudaError> {
+        let event = self.device.gpu.event(self.cx)?;
+        event.record(self.cx, stream)?;
+        Ok(Arc::new(event))
+    }
+
+    /// Through the device ring: large copies across PCIe, and a kernel between the ring and the layout at the speed of
+    /// the GPU's memory. Gives the stream whose end is the end of the job.
+    ///
+    /// On a caller's stream the kernels run there and the copies on a stream of ours; what the caller's stream held
+    /// before is before both, and what comes there after is after both.
+    pub(super) fn by_stage(&self, flight: &mut Flight) -> std::result::Result<StreamHandle, Stopped> {
+        let staged = self.lowered.staged(self.device, self.plan.pair(), self.strategy)?;
+        let up = self.strategy == TransferStrategy::CudaAsyncH2D;
+        let (copying, scattering) = if self.foreign {
+            (self.device.stream(self.strategy, self.ordered), self.stream)
+        } else {
+            (self.stream, self.device.scatter(self.ordered))
+        };
+        let (first, last) = if up { (copying, scattering) } else { (scattering, copying) };
+        if first != self.stream {
+            self.follow(first, self.stream)?;
+        }
+        let mut done = 0;
+        with_pairs(self.plan, |pairs| self.groups(&staged, pairs, (first, last), &mut done, flight))
+            .map_err(|error| Stopped { blocks: done, error })?;
+        // Landing there waits for the other stream as well.
+        Ok(if self.foreign { self.stream } else { last })
+    }
+
+    fn groups(
+        &self,
+        staged: &Staged,
+        pairs: &[u64],
+        (first, second): (StreamHandle, StreamHandle),
+        done: &mut u32,
+        flight: &mut Flight,
+    ) -> Result<()> {
+        let gpu = &self.device.gpu;
+        let up = self.strategy == TransferStrategy::CudaAsyncH2D;
+        let mut slots = Vec::with_capacity(staged.group);
+        // Held to the end, so that no other job puts its event into a slot between our wait and our use of it.
+        let mut turn = staged.stage.turn();
+        for group in ramped(pairs, staged.group) {
+            let (slot, last_use) = turn.take();
+            if let Some(event) = last_use {
+                gpu.wait_event(self.cx, first, &event)?;
+            }
+            slots.clear();
+            slots.extend(group.iter().zip(0u64..).map(|(&pair, at)| {
+                // The ring's side of the kernel's pairs counts through the slot.
+                if up { at | (pair & !0xFFFF_FFFF) } else { (pair & 0xFFFF_FFFF) | (at << 32) }
+            }));
+            let kernel = &staged.kernels[slot];
+            let copies = self.hop(staged, slot, group, up)?;
+            let enqueued: std::result::Result<Arc<Event>, CudaError> = (|| {
+                if up {
+                    copies.enqueue(self.cx, first, flight)?;
+                } else {
+                    kernel.launch(self.cx, first, &slots, self.ctas(kernel), flight)?;
+                }
+                self.follow(second, first)?;
+                if up {
+                    kernel.launch(self.cx, second, &slots, self.ctas(kernel), flight)?;
+                } else {
+                    copies.enqueue(self.cx, second, flight)?;
+                }
+                self.mark(second)
+            })();
+            match enqueued {
+                Ok(event) => turn.give(slot, event, self.foreign),
+                Err(error) => {
+                    // Whatever was put on the streams may still use the slot.
+                    match self.follow(second, first).and_then(|()| self.mark(second)) {
+                        Ok(event) => turn.give(slot, event, self.foreign),
+                        Err(_) => gpu.synchronize()?,
+                    }
+                    return Err(error.into());
+                }
+            }
+            *done += group.len() as u32;
+        }
+        Ok(())
+    }
+
+    /// The copies between the host side and a slot for one group of id pairs; blocks that are neighbours on the host are
+    /// one copy.
+    fn hop(&self, staged: &Staged, slot: usize, group: &[u64], up: bool) -> Result<BatchCopies> {
+        let mut copies = BatchCopies::between(&staged.sides[slot]);
+        let hop = &staged.hop;
+        let whole = hop.whole_block();
+        let mut at = 0;
+        while at < group.len() {
+            let host = |pair: u64| if up { pair as u32 } else { (pair >> 32) as u32 };
+            let id = host(group[at]);
+            let mut count = 1;
+            if whole {
+                let (src, dst) = hop.steps();
+                let step = if up { src } else { dst };
+                let joins = |n: usize| {
+                    at + n < group.len()
+                        && host(group[at + n]) == id.wrapping_add(n as u32)
+                        && step.follows(u64::from(id) + n as u64 - 1, hop.block_bytes())
+                };
+                while joins(count) {
+                    count += 1;
+                }
+            }
+            let slot_id = at as u32;
+            let (src, dst) = if up {
+                (hop.src_place(id), hop.dst_place(slot_id))
+            } else {
+                (hop.src_place(slot_id), hop.dst_place(id))
+            };
+            let bytes = hop.run_bytes() * count as u64;
+            for index in 0..hop.runs_per_block() {
+                let (s, d) = step(hop.loops(), index, src, dst);
+                copies.push(s.region as usize, s.offset, d.region as usize, d.offset, bytes)?;
+            }
+            at += count;
+        }
+        Ok(copies)
+    }
+}

@@ -1,0 +1,172 @@
+//! Staging memory: a few slots on the device or in pinned memory, used in turn.
+
+use std::collections::VecDeque;
+use std::sync::{Arc, Mutex, MutexGuard};
+
+use kvferry_cuda::{DeviceBuffer, DeviceRegion, Event, Gpu, GpuMemory, PinnedBuffer};
+use kvferry_layout::{Dtype, KvOrder, Layout, LayoutConfig};
+
+use crate::error::Result;
+use crate::memory::{MemoryKind, Region};
+use crate::physical::PhysicalLayout;
+use crate::transfer::lock;
+
+/// Slots of a ring: while one fills, one drains, and two are between.
+pub(crate) const SLOTS: usize = 4;
+/// Slots start at multiples of this.
+const ALIGNMENT: u64 = 4096;
+
+fn slot_bytes(bytes: u64) -> u64 {
+    bytes / SLOTS as u64 / ALIGNMENT * ALIGNMENT
+}
+
+/// Slots of device memory. A slot is free again once its event is done; who takes it next waits for that on a stream,
+/// never on the host.
+pub(crate) struct DeviceStage {
+    slots: Vec<GpuMemory>,
+    turn: Mutex<DeviceTurn>,
+}
+
+/// Whose turn it is. Held while a job is put on its streams, so that events and slots go together.
+pub(crate) struct DeviceTurn {
+    next: usize,
+    last_use: [Option<Arc<Event>>; SLOTS],
+    /// The job that used a slot last waits for a caller's stream: nobody knows how long.
+    foreign: [bool; SLOTS],
+}
+
+impl DeviceStage {
+    pub(super) fn new(gpu: &Gpu, bytes: u64) -> Result<DeviceStage> {
+        let slot = Self::slot_bytes_of(bytes);
+        let len = usize::try_from(slot * SLOTS as u64).unwrap_or(usize::MAX);
+        let whole = DeviceRegion::of_buffer(Arc::new(DeviceBuffer::new(len, gpu.ordinal())?));
+        let slots = (0..SLOTS as u64).filter_map(|index| whole.part(index * slot, slot));
+        let slots = slots.map(|region| GpuMemory::of_device(&region)).collect();
+        let turn = DeviceTurn { next: 0, last_use: Default::default(), foreign: [false; SLOTS] };
+        Ok(DeviceStage { slots, turn: Mutex::new(turn) })
+    }
+
+    pub(super) fn slot_bytes_of(bytes: u64) -> u64 {
+        slot_bytes(bytes)
+    }
+
+    pub(crate) fn slot(&self, index: usize) -> &GpuMemory {
+        &self.slots[index]
+    }
+
+    pub(crate) fn turn(&self) -> MutexGuard<'_, DeviceTurn> {
+        lock(&self.turn)
+    }
+
+    /// Whether the next slot is held up by a caller's stream.
+    pub(crate) fn held_up(&self) -> bool {
+        let turn = self.turn();
+        let pending = |event: &Arc<Event>| !event.query().unwrap_or(true);
+        turn.foreign[turn.next] && turn.last_use[turn.next].as_ref().is_some_and(pending)
+    }
+}
+
+impl DeviceTurn {
+    /// The next slot, and the event that frees it.
+    pub(crate) fn take(&mut self) -> (usize, Option<Arc<Event>>) {
+        let slot = self.next;
+        self.next = (slot + 1) % SLOTS;
+        (slot, self.last_use[slot].take())
+    }
+
+    /// The slot is free again once `event` is done.
+    pub(crate) fn give(&mut self, slot: usize, event: Arc<Event>, foreign: bool) {
+        self.last_use[slot] = Some(event);
+        self.foreign[slot] = foreign;
+    }
+}
+
+/// A call for whoever gets a slot.
+type Waiting = Box<dyn FnOnce(PinnedSlot) + Send>;
+
+/// One slot of pinned memory, as both halves of a bounce want it.
+pub(crate) struct PinnedMemory {
+    pub(crate) index: usize,
+    /// For the GPU.
+    pub(crate) memory: GpuMemory,
+    /// For copy threads: its one region.
+    pub(crate) layout: Arc<PhysicalLayout>,
+}
+
+/// Slots of pinned memory, for copies that the host takes part in: who finds none is called when one is free.
+pub(crate) struct PinnedStage {
+    slots: Vec<Arc<PinnedMemory>>,
+    state: Mutex<PinnedState>,
+}
+
+#[derive(Default)]
+struct PinnedState {
+    free: Vec<Arc<PinnedMemory>>,
+    waiting: VecDeque<Waiting>,
+}
+
+/// A slot, given back on drop.
+pub(crate) struct PinnedSlot {
+    stage: Arc<PinnedStage>,
+    memory: Arc<PinnedMemory>,
+}
+
+impl PinnedStage {
+    pub(super) fn new(gpu: &Gpu, bytes: u64) -> Result<Arc<PinnedStage>> {
+        let slot = Self::slot_bytes_of(bytes);
+        let len = usize::try_from(slot * SLOTS as u64).unwrap_or(usize::MAX);
+        let whole = PinnedBuffer::new(len, gpu.ordinal())?.into_region();
+        let plain =
+            LayoutConfig::builder().num_blocks(1).num_layers(1).outer_dim(1).page_size(1).inner_dim(slot);
+        let plain = Layout::fully_contiguous(plain.dtype(Dtype::UInt8).build()?, KvOrder::Nhd)?;
+        let mut slots = Vec::with_capacity(SLOTS);
+        for index in 0..SLOTS {
+            let region = whole.part(index as u64 * slot, slot)?;
+            let memory = GpuMemory::of_host(&region)?;
+            let regions = vec![Region::Host(region)];
+            let layout = PhysicalLayout::from_regions(plain.clone(), MemoryKind::Pinned, regions)?;
+            slots.push(Arc::new(PinnedMemory { index, memory, layout }));
+        }
+        let state = PinnedState { free: slots.clone(), waiting: VecDeque::new() };
+        Ok(Arc::new(PinnedStage { slots, state: Mutex::new(state) }))
+    }
+
+    pub(super) fn slot_bytes_of(bytes: u64) -> u64 {
+        slot_bytes(bytes)
+    }
+
+    pub(crate) fn slots(&self) -> &[Arc<PinnedMemory>] {
+        &self.slots
+    }
+
+    /// Calls `ready` with a slot: now, or on the thread that gives one back. First come, first served.
+    pub(crate) fn with_slot(self: &Arc<Self>, ready: impl FnOnce(PinnedSlot) + Send + 'static) {
+        let mut state = lock(&self.state);
+        match state.free.pop() {
+            Some(memory) => {
+                drop(state);
+                ready(PinnedSlot { stage: self.clone(), memory });
+            }
+            None => state.waiting.push_back(Box::new(ready)),
+        }
+    }
+}
+
+impl PinnedSlot {
+    pub(crate) const fn memory(&self) -> &Arc<PinnedMemory> {
+        &self.memory
+    }
+}
+
+impl Drop for PinnedSlot {
+    fn drop(&mut self) {
+        let mut state = lock(&self.stage.state);
+        match state.waiting.pop_front() {
+            Some(next) => {
+                drop(state);
+                next(PinnedSlot { stage: self.stage.clone(), memory: self.memory.clone() });
+            }
+            None => state.free.push(self.memory.clone()),
+        }
+    }
+}
