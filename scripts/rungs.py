@@ -24,6 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 NVCC = ROOT / ".nvcc"
 DIST = ROOT / "dist"
+SIMULATED = ROOT / "target" / "simulated"
 NVCC_WHEELS = ("nvcc", "crt", "runtime", "cccl")
 
 # Closing lines of the runners: cargo test, nextest, pytest.
@@ -116,6 +117,30 @@ def rust_rungs() -> Iterator[Rung]:
     docs = ["cargo", "doc", "--workspace", "--no-deps", "-q"]
     yield Rung("rustdoc", [docs], off | {"RUSTDOCFLAGS": "-D warnings"})
     yield Rung("sanitized kernel bodies", [["scripts/sanitize.sh"]])
+
+
+def simulated_gpu() -> dict[str, str]:
+    """The environment of a program that is to see the simulated driver, with two GPUs."""
+    return {"LD_LIBRARY_PATH": str(SIMULATED), "KVFERRY_FAKE_DEVICES": "2"}
+
+
+def simulated_rust_rung() -> Rung:
+    """GPU tests of the Rust crates on the simulated driver: nothing may skip there."""
+    build = {
+        "KVFERRY_CUDA": "require",
+        "NVCC": str(SIMULATED / "nvcc"),
+        "CARGO_TARGET_DIR": str(ROOT / "target" / "simulated-tests"),
+        "KVFERRY_REQUIRE_GPU": "1",
+    }
+    driver = ["scripts/fake_cuda.sh", "--test", str(SIMULATED)]
+    tests = cargo_test("-p", "kvferry-cuda", "-p", "kvferry")
+    return Rung("Rust tests, simulated GPU", [driver, tests], build | simulated_gpu())
+
+
+def simulated_python_rung() -> Rung:
+    """The GPU tests on the installed wheel and the simulated driver."""
+    command = [venv_bin(VENV, "python"), "-m", "pytest", "-q", "-m", "gpu or multigpu"]
+    return Rung("pytest, simulated GPU", [command], simulated_gpu())
 
 
 def python_rungs() -> Iterator[Rung]:
@@ -225,7 +250,8 @@ def climb(rung: Rung) -> Outcome:
 def gpu_rungs() -> list[Outcome]:
     """The rungs of other machines, counted as not run."""
     why = "not run here: GPU tests run from the same wheel with scripts/gpu_report.py, see reports/gpu"
-    return [Outcome(name, "not run", 0.0, why) for name in ("pytest -m gpu", "pytest -m multigpu")]
+    names = ("pytest -m gpu, real GPU", "pytest -m multigpu, real GPUs")
+    return [Outcome(name, "not run", 0.0, why) for name in names]
 
 
 def plan(name: str) -> list[Rung]:
@@ -241,7 +267,15 @@ def plan(name: str) -> list[Rung]:
         case "soak":
             return [tools, *soak_rungs()]
         case _:
-            return [tools, *rust_rungs(), *kernel_rungs(), wheel_rung(kernels=True), *python_rungs()]
+            return [
+                tools,
+                *rust_rungs(),
+                simulated_rust_rung(),
+                *kernel_rungs(),
+                wheel_rung(kernels=True),
+                *python_rungs(),
+                simulated_python_rung(),
+            ]
 
 
 def main() -> int:

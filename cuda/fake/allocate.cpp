@@ -125,7 +125,8 @@ KVF_API cuMemHostRegister_v2(void* address, std::size_t bytes, unsigned flags) {
   if (madvise(reinterpret_cast<void*>(first), round_up(base + bytes, kPage) - first, MADV_NORMAL) != 0) {
     return CUDA_ERROR_INVALID_VALUE;
   }
-  const bool added = allocations().add({base, bytes, Kind::kRegistered, context->device, context, 0, 0, 0, 0, flags, 0});
+  const bool added =
+      allocations().add({base, bytes, Kind::kRegistered, context->device, context, 0, 0, 0, 0, flags, 0});
   return added ? CUDA_SUCCESS : CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED;
 }
 

@@ -13,7 +13,8 @@ constexpr u64 kEarly = 8 << 20;
 // Attributes cover the copies from their index on to the next attribute's.
 CUresult check_attributes(const CUmemcpyAttributes* attributes, const std::size_t* starts, std::size_t n,
                           std::size_t copies) {
-  if (attributes == nullptr || starts == nullptr || n == 0 || n > copies || starts[0] != 0) return CUDA_ERROR_INVALID_VALUE;
+  if (attributes == nullptr || starts == nullptr || n == 0 || n > copies || starts[0] != 0)
+    return CUDA_ERROR_INVALID_VALUE;
   for (std::size_t i = 0; i < n; ++i) {
     if (i > 0 && starts[i] <= starts[i - 1]) return CUDA_ERROR_INVALID_VALUE;
     if (starts[i] >= copies) return CUDA_ERROR_INVALID_VALUE;
@@ -23,7 +24,7 @@ CUresult check_attributes(const CUmemcpyAttributes* attributes, const std::size_
   return CUDA_SUCCESS;
 }
 
-CUresult batch(CUdeviceptr* dsts, CUdeviceptr* srcs, std::size_t* sizes, std::size_t count,
+[[maybe_unused]] CUresult batch(CUdeviceptr* dsts, CUdeviceptr* srcs, std::size_t* sizes, std::size_t count,
                CUmemcpyAttributes* attributes, std::size_t* starts, std::size_t attribute_count, std::size_t* failed,
                CUstream on) {
   if (failed != nullptr) *failed = kNoIndex;

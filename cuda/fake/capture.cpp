@@ -224,8 +224,9 @@ KVF_API cuStreamIsCapturing(CUstream handle, u32* status) {
   std::shared_ptr<Stream> stream;
   KVF_TRY(resolve(handle, stream));
   std::lock_guard<std::mutex> guard(captures().lock);
-  if (stream->is_legacy() && capture_of_blocking_stream(stream->context()) != nullptr) return CUDA_ERROR_STREAM_CAPTURE_IMPLICIT;
-  *status = stream->capture == nullptr       ? CAPTURE_STATUS_NONE
+  if (stream->is_legacy() && capture_of_blocking_stream(stream->context()) != nullptr)
+    return CUDA_ERROR_STREAM_CAPTURE_IMPLICIT;
+  *status = stream->capture == nullptr     ? CAPTURE_STATUS_NONE
             : stream->capture->invalidated ? CAPTURE_STATUS_INVALIDATED
                                            : CAPTURE_STATUS_ACTIVE;
   return CUDA_SUCCESS;

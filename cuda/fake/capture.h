@@ -21,8 +21,8 @@ class Bag {
   Bag(const Bag& other);
   Bag& operator=(const Bag&) = delete;
   ~Bag();
-  void keep(UserObject* object, u64 references);        // takes them over
-  bool let_go(UserObject* object, u64 references);      // false: it does not hold so many
+  void keep(UserObject* object, u64 references);    // takes them over
+  bool let_go(UserObject* object, u64 references);  // false: it does not hold so many
   void clear();
   static void retain(UserObject* object, u64 references);
   static void release(UserObject* object, u64 references);
@@ -70,7 +70,8 @@ Node* add_node(const std::shared_ptr<Stream>& stream, Op op);
 
 // "Potentially unsafe" calls are refused while a capture forbids them to this thread, and spoil that capture.
 CUresult unsafe_call();
-// For calls that ask about a stream or its context: work that is being captured can be neither waited for nor asked about.
+// For calls that ask about a stream or its context: work that is being captured can be neither waited for nor asked
+// about.
 CUresult refuse_if_capturing(const std::shared_ptr<Stream>& stream);
 CUresult refuse_synchronizing_captured(Context& context);
 // The stream is going away: a capture it began ends, one it joined is spoiled.

@@ -16,40 +16,79 @@ int pci_bus(CUdevice device) { return 0x1b + device; }
 // Attributes by number (CUdevice_attribute); what is not listed is 0.
 int attribute(u32 which, CUdevice device) {
   switch (which) {
-    case 1: return 1024;                     // threads per block
-    case 2: case 3: return 1024;             // block x, y
-    case 4: return 64;                       // block z
-    case 5: return 0x7fffffff;               // grid x
-    case 6: case 7: return 65535;            // grid y, z
-    case 8: return 48 << 10;                 // shared memory per block
-    case 10: return 32;                      // warp
-    case 13: return 1980000;                 // clock, kHz
-    case 16: return settings().sm_count;
-    case 19: return 1;                       // can map host memory
-    case 31: return 1;                       // concurrent kernels
-    case 33: return pci_bus(device);
-    case 34: case 50: return 0;              // PCI device, domain
-    case 36: return 3201000;                 // memory clock, kHz
-    case 37: return 6144;                    // memory bus, bits
-    case 38: return 50 << 20;                // L2
-    case 39: return 2048;                    // threads per multiprocessor
-    case 40: return 3;                       // copy engines
-    case 41: return 1;                       // unified addressing
-    case 75: return 9;                       // compute capability
-    case 76: return 0;
-    case 78: return 1;                       // stream priorities
-    case 81: return 233472;                  // shared memory per multiprocessor
-    case 91: return 1;                       // the host address of registered memory works on the device
-    case 97: return 232448;                  // shared memory per block, opted in
-    case 99: return 1;                       // host registration
-    case 102: return 1;                      // virtual memory management
-    case 103: return 1;                      // shareable as file descriptors
-    case 106: return 32;                     // blocks per multiprocessor
-    case 111: return 1024;                   // shared memory reserved per block
-    case 122: case 123: return 1;            // 64-bit stream memory operations, NOR
-    case 129: return 1;                      // unified function pointers
-    case 131: case 134: return 0;            // NUMA nodes
-    default: return 0;
+    case 1:
+      return 1024;  // threads per block
+    case 2:
+    case 3:
+      return 1024;  // block x, y
+    case 4:
+      return 64;  // block z
+    case 5:
+      return 0x7fffffff;  // grid x
+    case 6:
+    case 7:
+      return 65535;  // grid y, z
+    case 8:
+      return 48 << 10;  // shared memory per block
+    case 10:
+      return 32;  // warp
+    case 13:
+      return 1980000;  // clock, kHz
+    case 16:
+      return settings().sm_count;
+    case 19:
+      return 1;  // can map host memory
+    case 31:
+      return 1;  // concurrent kernels
+    case 33:
+      return pci_bus(device);
+    case 34:
+    case 50:
+      return 0;  // PCI device, domain
+    case 36:
+      return 3201000;  // memory clock, kHz
+    case 37:
+      return 6144;  // memory bus, bits
+    case 38:
+      return 50 << 20;  // L2
+    case 39:
+      return 2048;  // threads per multiprocessor
+    case 40:
+      return 3;  // copy engines
+    case 41:
+      return 1;  // unified addressing
+    case 75:
+      return 9;  // compute capability
+    case 76:
+      return 0;
+    case 78:
+      return 1;  // stream priorities
+    case 81:
+      return 233472;  // shared memory per multiprocessor
+    case 91:
+      return 1;  // the host address of registered memory works on the device
+    case 97:
+      return 232448;  // shared memory per block, opted in
+    case 99:
+      return 1;  // host registration
+    case 102:
+      return 1;  // virtual memory management
+    case 103:
+      return 1;  // shareable as file descriptors
+    case 106:
+      return 32;  // blocks per multiprocessor
+    case 111:
+      return 1024;  // shared memory reserved per block
+    case 122:
+    case 123:
+      return 1;  // 64-bit stream memory operations, NOR
+    case 129:
+      return 1;  // unified function pointers
+    case 131:
+    case 134:
+      return 0;  // NUMA nodes
+    default:
+      return 0;
   }
 }
 

@@ -62,13 +62,15 @@ KVF_API cuIpcOpenMemHandle_v2(CUdeviceptr* out, CUipcMemHandle given, unsigned f
   Handle handle{};
   std::memcpy(&handle, &given, sizeof handle);
   // CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS is the only flag, and required.
-  if (out == nullptr || flags != 1 || std::memcmp(handle.magic, kMagic, sizeof kMagic) != 0) return CUDA_ERROR_INVALID_VALUE;
+  if (out == nullptr || flags != 1 || std::memcmp(handle.magic, kMagic, sizeof kMagic) != 0)
+    return CUDA_ERROR_INVALID_VALUE;
   if (handle.pid == int(getpid())) return CUDA_ERROR_INVALID_CONTEXT;  // not in the process that made it
   if (handle.device >= settings().devices) return CUDA_ERROR_INVALID_DEVICE;
   Opened& all = leaked<Opened>();
   std::lock_guard<std::mutex> guard(all.lock);
   auto& entry = all.by_source[{handle.pid, handle.file_offset}];
-  if (entry.second > 0) {
+  // A mapping that went away with its context is made anew.
+  if (entry.second > 0 && allocations().find(entry.first)) {
     entry.second += 1;
     *out = entry.first;
     return CUDA_SUCCESS;
@@ -78,7 +80,8 @@ KVF_API cuIpcOpenMemHandle_v2(CUdeviceptr* out, CUipcMemHandle given, unsigned f
   const int fd = open(path, O_RDWR | O_CLOEXEC);
   if (fd < 0) return CUDA_ERROR_MAP_FAILED;
   const u64 piece = window_take(handle.page_bytes + kPage, kPage);
-  const bool mapped = piece != 0 && shadow_map(piece + kPage, handle.page_bytes, fd, handle.file_offset, PROT_READ | PROT_WRITE);
+  const bool mapped =
+      piece != 0 && shadow_map(piece + kPage, handle.page_bytes, fd, handle.file_offset, PROT_READ | PROT_WRITE);
   close(fd);
   if (!mapped) return CUDA_ERROR_MAP_FAILED;
   const u64 base = piece + kPage + handle.inset;

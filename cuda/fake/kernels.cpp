@@ -112,15 +112,14 @@ CUresult run_body(Body body, const LaunchShape& shape, const void* params) {
 }
 
 // X(symbol, body, params, most threads per block), as the headers list them.
-#define KVF_FAKE_KERNEL(symbol, body, Params, most)                                 \
-  {#symbol, sizeof(Params), most, [](const LaunchShape& shape, const void* params) { \
+#define KVF_FAKE_KERNEL(symbol, body, Params, most)                                          \
+  {#symbol, sizeof(Params), most, [](const LaunchShape& shape, const void* params) {         \
      return run_body<Params>([](auto& cx, const Params& p) { body(cx, p); }, shape, params); \
    }},
 
-const Kernel kKernels[] = {
-    KVF_VECTORIZED_COPY_KERNELS(KVF_FAKE_KERNEL)
+const Kernel kKernels[] = {KVF_VECTORIZED_COPY_KERNELS(KVF_FAKE_KERNEL)
 #if defined(KVF_STRIDED_COPY_KERNELS)
-    KVF_STRIDED_COPY_KERNELS(KVF_FAKE_KERNEL)
+                               KVF_STRIDED_COPY_KERNELS(KVF_FAKE_KERNEL)
 #endif
 };
 

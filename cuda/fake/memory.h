@@ -39,8 +39,8 @@ inline bool is_host(Kind kind) { return kind == Kind::kPinned || kind == Kind::k
 
 // What is known about a range.
 struct Range {
-  bool known;    // its first byte belongs to something allocated
-  bool whole;    // so does every byte; for mapped memory the pieces may be many
+  bool known;     // its first byte belongs to something allocated
+  bool whole;     // so does every byte; for mapped memory the pieces may be many
   Allocation at;  // what the first byte belongs to, if known
 };
 

@@ -148,7 +148,8 @@ KVF_API cuFuncGetAttribute(int* value, int which, CUfunction handle) {
     case 4:
       *value = 32;  // registers
       return CUDA_SUCCESS;
-    case 5: case 6:
+    case 5:
+    case 6:
       *value = 90;  // PTX and binary version
       return CUDA_SUCCESS;
     case 8:
@@ -169,8 +170,8 @@ KVF_API cuOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, CUfunction hand
   return CUDA_SUCCESS;
 }
 
-KVF_API cuLaunchKernel(CUfunction function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz,
-                       unsigned shared, CUstream on, void** params, void** extra) {
+KVF_API cuLaunchKernel(CUfunction function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by,
+                       unsigned bz, unsigned shared, CUstream on, void** params, void** extra) {
   return launch(function, {gx, gy, gz, bx, by, bz, shared, on, nullptr, 0}, params, extra);
 }
 

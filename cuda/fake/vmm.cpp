@@ -157,7 +157,8 @@ KVF_API cuMemMap(CUdeviceptr address, std::size_t bytes, std::size_t offset, CUm
   const auto found = v.handles.find(handle);
   if (found == v.handles.end() || flags != 0 || offset != 0 || bytes == 0) return CUDA_ERROR_INVALID_VALUE;
   const auto& memory = found->second.first;
-  if (bytes % kGranularity != 0 || address % kGranularity != 0 || bytes > memory->bytes) return CUDA_ERROR_INVALID_VALUE;
+  if (bytes % kGranularity != 0 || address % kGranularity != 0 || bytes > memory->bytes)
+    return CUDA_ERROR_INVALID_VALUE;
   auto space = v.reserved.upper_bound(address);
   if (space == v.reserved.begin()) return CUDA_ERROR_INVALID_VALUE;
   --space;
@@ -187,7 +188,8 @@ KVF_API cuMemSetAccess(CUdeviceptr address, std::size_t bytes, const CUmemAccess
   }
   for (u64 at : all) {
     const Mapping& mapping = v.mapped[at];
-    allocations().add({at, mapping.bytes, Kind::kMapped, mapping.memory->device, nullptr, at, mapping.bytes, 0, 0, 0, 0});
+    allocations().add(
+        {at, mapping.bytes, Kind::kMapped, mapping.memory->device, nullptr, at, mapping.bytes, 0, 0, 0, 0});
     u64 readers = 0, writers = 0;
     allocations().change(at, [&](Allocation& allocation) {
       for (std::size_t i = 0; i < count; ++i) {
@@ -228,7 +230,8 @@ KVF_API cuMemUnmap(CUdeviceptr address, std::size_t bytes) {
   return CUDA_SUCCESS;
 }
 
-KVF_API cuMemExportToShareableHandle(void* out, CUmemGenericAllocationHandle handle, u32 type, unsigned long long flags) {
+KVF_API cuMemExportToShareableHandle(void* out, CUmemGenericAllocationHandle handle, u32 type,
+                                     unsigned long long flags) {
   KVF_ENTER();
   Vmm& v = vmm();
   std::lock_guard<std::mutex> guard(v.lock);

@@ -12,9 +12,10 @@ use pyo3::types::{PyList, PyMapping, PyMemoryView, PyTuple};
 
 use crate::dlpack;
 use crate::errors::{plain, to_py};
+use crate::users::Users;
 
 /// Keeps a Python object alive from any thread; the last drop is left to the next call that holds the GIL.
-struct PyOwner(#[expect(dead_code, reason = "held for its reference")] Py<PyAny>);
+pub(crate) struct PyOwner(#[expect(dead_code, reason = "held for its reference")] pub(crate) Py<PyAny>);
 
 /// An array with its memory.
 pub(crate) struct Foreign {
@@ -22,6 +23,8 @@ pub(crate) struct Foreign {
     pub(crate) dtype: Dtype,
     pub(crate) memory: MemoryKind,
     pub(crate) region: Region,
+    /// The library it comes from.
+    pub(crate) users: Users,
 }
 
 /// The arrays of a `from_tensors` argument, in region order, and whether they came as (K, V) pairs. At least one, all of
@@ -161,27 +164,26 @@ fn read(object: &Bound<'_, PyAny>, name: String, declared: Option<Dtype>) -> PyR
     let region = match memory {
         MemoryKind::Device(ordinal) => {
             // SAFETY: as for host memory below, and the driver has just said that the address is this device's.
-            Region::Device(unsafe { DeviceRegion::from_raw(raw.addr, len, ordinal, owner) })
+            let region = unsafe { DeviceRegion::from_raw(raw.addr, len, ordinal, owner) };
+            Region::Device(if raw.read_only { region.read_only() } else { region })
         }
         // SAFETY: the exporter promises `len` bytes from `addr` (extents and strides as it gave them) for as long as
         // its buffer, capsule or array is referenced, and `owner` holds that reference; writable unless it said
         // read-only. We hold no Rust reference to the bytes.
         _ => Region::Host(unsafe { HostRegion::from_raw(raw.addr, len, !raw.read_only, owner) }),
     };
-    if raw.read_only && !memory.is_host() {
-        return Err(plain(py, "Unsupported", format!("{name}: read-only device memory is not supported")));
-    }
     Ok(Foreign {
         array: ForeignArray { name, shape: raw.shape, strides: raw.strides },
         dtype,
         memory,
         region,
+        users: Users::of(object)?,
     })
 }
 
 /// The driver knows where an address lies; without a driver all memory is the system's, and what claims to be a GPU's
 /// must not be touched.
-fn memory_of(py: Python<'_>, name: &str, raw: &Raw) -> PyResult<MemoryKind> {
+pub(crate) fn memory_of(py: Python<'_>, name: &str, raw: &Raw) -> PyResult<MemoryKind> {
     let addr = raw.addr;
     // The first look loads the driver, which takes its time.
     let found = py.detach(|| match pointer_kind(addr) {
@@ -203,7 +205,7 @@ fn memory_of(py: Python<'_>, name: &str, raw: &Raw) -> PyResult<MemoryKind> {
     }
 }
 
-fn raw(object: &Bound<'_, PyAny>, name: &str) -> PyResult<Raw> {
+pub(crate) fn raw(object: &Bound<'_, PyAny>, name: &str) -> PyResult<Raw> {
     let py = object.py();
     if object.is_exact_instance_of::<crate::region::Region>() {
         // Its buffer shows bfloat16 and fp8 as integers.
@@ -276,7 +278,7 @@ fn buffer(view: &Bound<'_, PyMemoryView>, name: &str) -> PyResult<Raw> {
 }
 
 /// NumPy's `__array_interface__`, or Numba's `__cuda_array_interface__`, both in version 3.
-fn interface(object: &Bound<'_, PyAny>, name: &str, protocol: &str) -> PyResult<Raw> {
+pub(crate) fn interface(object: &Bound<'_, PyAny>, name: &str, protocol: &str) -> PyResult<Raw> {
     let py = object.py();
     let interface = object.getattr(protocol)?;
     let optional = |key: &str| interface.call_method1("get", (key,));

@@ -1,18 +1,20 @@
-//! `kvferry.TransferContext`, `kvferry.Route` and `kvferry.TransferPlan`.
+//! `kvferry.TransferContext`.
 
 use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use kvferry::{BlockId, Engine, TransferOptions, TransferStrategy, Transform};
+use kvferry::{Engine, TransferOptions, TransferStrategy, Transform};
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyList, PyRange, PyTuple};
+use pyo3::types::{PyRange, PyString, PyTuple};
 
 use crate::errors::{OrRaise, plain, to_py};
-use crate::ids::{IdList, ids};
 use crate::layout::PhysicalLayout;
 use crate::numbers::{integer, whole};
+use crate::route::{Route, TransferPlan};
+use crate::sides::{Ids, both, now};
+use crate::streams::{dependencies, stream};
 use crate::transfer::{Timeout, Transfer, TransferResult, interruptible};
 
 /// Options shared by transfer(), plan() and route().
@@ -30,20 +32,6 @@ pub(crate) struct Options<'a, 'py> {
 
 impl Options<'_, '_> {
     pub(crate) fn read(&self, py: Python<'_>) -> PyResult<TransferOptions> {
-        let refuse = |what: &str| {
-            Err(plain(
-                py,
-                "Unsupported",
-                format!("{what} needs a GPU transfer: this context moves host memory"),
-            ))
-        };
-        if self.stream.is_some() {
-            return refuse("stream=");
-        }
-        if let Some(num_sms) = self.num_sms {
-            whole("OptionError", "num_sms", num_sms, u32::MAX.into())?;
-            return refuse("num_sms=");
-        }
         let transform = match self.transform {
             "auto" => Transform::Auto,
             "forbid" => Transform::Forbid,
@@ -65,9 +53,11 @@ impl Options<'_, '_> {
                 Some(self.engine.parse::<Engine>().or_raise(py)?)
             },
             strategy: self.strategy.map(|s| s.parse::<TransferStrategy>()).transpose().or_raise(py)?,
-            after: self.after.map(jobs).transpose()?.unwrap_or_default(),
+            after: self.after.map(dependencies).transpose()?.unwrap_or_default(),
             tag: None,
             per_layer: self.per_layer,
+            stream: self.stream.map(|given| stream("stream", given)).transpose()?,
+            num_sms: self.num_sms.map(num_sms).transpose()?,
         })
     }
 }
@@ -87,39 +77,10 @@ pub(crate) fn span(option: &str, value: &Bound<'_, PyAny>) -> PyResult<Range<u64
     }
 }
 
-fn jobs(after: &Bound<'_, PyAny>) -> PyResult<Vec<kvferry::TransferCompleteNotification>> {
-    if let Ok(job) = after.cast::<Transfer>() {
-        return Ok(vec![job.get().job(after.py())?.clone()]);
-    }
-    if !(after.is_instance_of::<PyList>() || after.is_instance_of::<PyTuple>()) {
-        let message = format!("after must be a Transfer or a list of them, got {}", after.get_type().name()?);
-        return Err(plain(after.py(), "OptionError", message));
-    }
-    after
-        .try_iter()?
-        .map(|item| {
-            let item = item?;
-            match item.cast::<Transfer>() {
-                Ok(job) => Ok(job.get().job(item.py())?.clone()),
-                Err(_) => {
-                    let message = format!("after must hold Transfers, got {}", item.get_type().name()?);
-                    Err(plain(item.py(), "OptionError", message))
-                }
-            }
-        })
-        .collect()
-}
-
-/// Both id lists, read with the GIL.
-pub(crate) fn both(
-    (src, src_blocks): (&kvferry::Layout, &Bound<'_, PyAny>),
-    (dst, dst_blocks): (&kvferry::Layout, &Bound<'_, PyAny>),
-) -> PyResult<(Vec<BlockId>, Vec<BlockId>)> {
-    let limit = |layout: &kvferry::Layout| layout.config().num_blocks();
-    Ok((
-        ids(src_blocks, IdList { side: "source", limit: limit(src) })?,
-        ids(dst_blocks, IdList { side: "destination", limit: limit(dst) })?,
-    ))
+/// A number of multiprocessors; more than there are is no limit.
+fn num_sms(value: &Bound<'_, PyAny>) -> PyResult<u32> {
+    let most = u32::MAX.into();
+    Ok(whole("OptionError", "num_sms", value, most)? as u32)
 }
 
 /// Plans and runs transfers.
@@ -153,31 +114,33 @@ impl Drop for TransferContext {
 #[pymethods]
 impl TransferContext {
     #[new]
-    #[pyo3(signature = (device=None, *, threads=None, ordered=false))]
+    #[pyo3(signature = (device=None, *, threads=None, ordered=false, staging_bytes=None, pinned_bytes=None))]
     fn new(
         py: Python<'_>,
         device: Option<&Bound<'_, PyAny>>,
         threads: Option<&Bound<'_, PyAny>>,
         ordered: bool,
+        staging_bytes: Option<&Bound<'_, PyAny>>,
+        pinned_bytes: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Self> {
         let mut builder = kvferry::TransferContext::builder().ordered(ordered);
-        if let Some(device) = device
-            && device.extract::<&str>().ok() != Some("cpu")
-        {
-            match integer(device)?.map(u32::try_from) {
-                Some(Ok(ordinal)) => builder = builder.device(ordinal),
-                _ => {
-                    let message = format!("device must be None, \"cpu\" or a GPU ordinal, got {device}");
-                    return Err(plain(py, "OptionError", message));
-                }
-            }
+        if let Some(ordinal) = device.map(ordinal).transpose()?.flatten() {
+            builder = builder.device(ordinal);
         }
         if let Some(threads) = threads {
             let threads = whole("OptionError", "threads", threads, u32::MAX.into())?;
             builder = builder.threads(threads as usize);
         }
+        let bytes = |name, value| whole("OptionError", name, value, i64::MAX as u64);
+        if let Some(value) = staging_bytes {
+            builder = builder.staging_bytes(bytes("staging_bytes", value)?);
+        }
+        if let Some(value) = pinned_bytes {
+            builder = builder.pinned_bytes(bytes("pinned_bytes", value)?);
+        }
+        let context = py.detach(|| builder.build()).or_raise(py)?;
         Ok(TransferContext {
-            context: Mutex::new(Some(Arc::new(builder.build().or_raise(py)?))),
+            context: Mutex::new(Some(Arc::new(context))),
             tags: Mutex::default(),
             next_tag: AtomicU64::new(0),
         })
@@ -209,14 +172,19 @@ impl TransferContext {
         let options =
             Options { layers, heads, stream, after, engine, num_sms, transform, strategy, per_layer };
         let mut options = options.read(py)?;
-        let (from, to) = both((src.0.layout(), src_blocks), (dst.0.layout(), dst_blocks))?;
+        let from = Ids::read((src.core.layout(), src_blocks), "source")?;
+        let to = Ids::read((dst.core.layout(), dst_blocks), "destination")?;
+        if options.stream.is_none() {
+            options.after.extend(now(py, src, dst, [&from, &to])?);
+        }
         if let Some(tag) = tag {
             let number = self.next_tag.fetch_add(1, Ordering::Relaxed);
             options.tag = Some(number);
             // Known before the job can end.
             self.tags().insert(number, tag.clone().unbind());
         }
-        let job = py.detach(|| context.transfer(&src.0, &dst.0, &from, &to, &options));
+        let job =
+            py.detach(|| context.transfer_ids(&src.core, &dst.core, from.source(), to.source(), &options));
         if let (Err(_), Some(number)) = (&job, options.tag) {
             let refused = self.tags().remove(&number);
             drop(refused);
@@ -248,8 +216,9 @@ impl TransferContext {
         let options =
             Options { layers, heads, stream, after, engine, num_sms, transform, strategy, per_layer: false }
                 .read(py)?;
-        let (from, to) = both((src.0.layout(), src_blocks), (dst.0.layout(), dst_blocks))?;
-        Ok(TransferPlan(py.detach(|| context.plan(&src.0, &dst.0, &from, &to, &options)).or_raise(py)?))
+        let (from, to) = both((src.core.layout(), src_blocks), (dst.core.layout(), dst_blocks))?;
+        let plan = py.detach(|| context.plan(&src.core, &dst.core, &from, &to, &options)).or_raise(py)?;
+        Ok(TransferPlan(plan))
     }
 
     /// Prepares a pair of layouts for hot loops.
@@ -259,8 +228,8 @@ impl TransferContext {
     fn route(
         &self,
         py: Python<'_>,
-        src: &PhysicalLayout,
-        dst: &PhysicalLayout,
+        src: &Bound<'_, PhysicalLayout>,
+        dst: &Bound<'_, PhysicalLayout>,
         layers: Option<&Bound<'_, PyAny>>,
         heads: Option<&Bound<'_, PyAny>>,
         stream: Option<&Bound<'_, PyAny>>,
@@ -275,8 +244,16 @@ impl TransferContext {
         let options =
             Options { layers, heads, stream, after, engine, num_sms, transform, strategy, per_layer }
                 .read(py)?;
-        let route = py.detach(|| context.route(&src.0, &dst.0, &options)).or_raise(py)?;
-        Ok(Route { route, src: src.0.clone(), dst: dst.0.clone() })
+        let (src, dst) = (src.clone().unbind(), dst.clone().unbind());
+        let route = py.detach(|| context.route(&src.get().core, &dst.get().core, &options)).or_raise(py)?;
+        let keep = [stream, after].into_iter().flatten().map(|given| given.clone().unbind()).collect();
+        Ok(Route { route, on_a_stream: options.stream.is_some(), src, dst, _keep: keep })
+    }
+
+    /// Number of the GPU; None in a context for host memory.
+    #[getter]
+    fn device(&self, py: Python<'_>) -> PyResult<Option<u32>> {
+        Ok(self.get(py)?.device())
     }
 
     /// Copy threads of the host engine.
@@ -330,136 +307,32 @@ impl TransferContext {
     fn __repr__(&self, py: Python<'_>) -> String {
         match self.get(py) {
             Ok(context) => {
-                format!(
-                    "TransferContext(host, {} threads, {} in flight)",
-                    context.threads(),
-                    context.in_flight()
-                )
+                let device =
+                    context.device().map_or("host".to_owned(), |ordinal| format!("device {ordinal}"));
+                let (threads, in_flight) = (context.threads(), context.in_flight());
+                format!("TransferContext({device}, {threads} threads, {in_flight} in flight)")
             }
             Err(_) => "TransferContext(closed)".to_owned(),
         }
     }
 }
 
-/// A prepared pair of layouts: call it with two id lists.
-#[pyclass(frozen, module = "kvferry")]
-pub(crate) struct Route {
-    route: kvferry::Route,
-    src: Arc<kvferry::PhysicalLayout>,
-    dst: Arc<kvferry::PhysicalLayout>,
-}
-
-#[pymethods]
-impl Route {
-    /// Submits one transfer along the route.
-    fn __call__(
-        &self,
-        py: Python<'_>,
-        src_blocks: &Bound<'_, PyAny>,
-        dst_blocks: &Bound<'_, PyAny>,
-    ) -> PyResult<Transfer> {
-        let (from, to) = both((self.src.layout(), src_blocks), (self.dst.layout(), dst_blocks))?;
-        Ok(Transfer::new(py.detach(|| self.route.submit(&from, &to)).or_raise(py)?))
-    }
-
-    /// Plans without running.
-    fn plan(
-        &self,
-        py: Python<'_>,
-        src_blocks: &Bound<'_, PyAny>,
-        dst_blocks: &Bound<'_, PyAny>,
-    ) -> PyResult<TransferPlan> {
-        let (from, to) = both((self.src.layout(), src_blocks), (self.dst.layout(), dst_blocks))?;
-        Ok(TransferPlan(py.detach(|| self.route.plan(&from, &to)).or_raise(py)?))
-    }
-
-    fn __repr__(&self) -> String {
-        let side = |layout: &kvferry::PhysicalLayout| {
-            format!("{} in {} memory", layout.layout().kind().name(), layout.memory_kind())
-        };
-        format!("Route({} -> {})", side(&self.src), side(&self.dst))
-    }
-}
-
-/// A validated plan with its engine.
-#[pyclass(frozen, module = "kvferry")]
-pub(crate) struct TransferPlan(pub(crate) kvferry::TransferPlan);
-
-#[pymethods]
-impl TransferPlan {
-    /// What will be copied, in how many runs, by which engine and why.
-    fn explain(&self) -> String {
-        self.0.explain()
-    }
-
-    /// Blocks moved (of the finer page where page sizes differ).
-    #[getter]
-    fn blocks(&self) -> u64 {
-        self.0.stats().blocks
-    }
-
-    /// Bytes moved.
-    #[getter]
-    fn bytes(&self) -> u64 {
-        self.0.stats().bytes
-    }
-
-    /// Copies one would make by hand: per (block, layer, outer), or per row where that is not contiguous.
-    #[getter]
-    fn elementary_runs(&self) -> u64 {
-        self.0.stats().elementary_runs
-    }
-
-    /// Copies after merging.
-    #[getter]
-    fn num_runs(&self) -> u64 {
-        self.0.stats().runs
-    }
-
-    /// Shortest and longest run in bytes.
-    #[getter]
-    fn run_bytes(&self) -> (u64, u64) {
-        let stats = self.0.stats();
-        (stats.shortest_run, stats.longest_run)
-    }
-
-    /// Whether the order of a block's axes changes on the way.
-    #[getter]
-    fn transforms(&self) -> bool {
-        self.0.plan().pair().transforms()
-    }
-
-    /// The engine chosen.
-    #[getter]
-    fn engine(&self) -> &'static str {
-        self.0.choice().engine.name()
-    }
-
-    /// Every run as a dict of source and destination region and offset, and length; at most `limit`.
-    #[pyo3(signature = (limit=None), text_signature = "($self, limit=1000)")]
-    fn runs<'py>(&self, py: Python<'py>, limit: Option<&Bound<'py, PyAny>>) -> PyResult<Bound<'py, PyList>> {
-        let limit = limit.map_or(Ok(1000), |limit| whole("OptionError", "limit", limit, i64::MAX as u64))?;
-        let list = PyList::empty(py);
-        for run in self.0.plan().runs().take(limit as usize) {
-            let dict = PyDict::new(py);
-            dict.set_item("src_region", run.src.region)?;
-            dict.set_item("src_offset", run.src.offset)?;
-            dict.set_item("dst_region", run.dst.region)?;
-            dict.set_item("dst_offset", run.dst.offset)?;
-            dict.set_item("bytes", run.bytes)?;
-            list.append(dict)?;
+/// The GPU of a context: an ordinal, "cuda:1", "cuda" for the first, or "cpu".
+fn ordinal(device: &Bound<'_, PyAny>) -> PyResult<Option<u32>> {
+    if let Ok(word) = device.cast::<PyString>() {
+        match word.to_str()? {
+            "cpu" => return Ok(None),
+            "cuda" => return Ok(Some(0)),
+            other => {
+                if let Some(Ok(ordinal)) = other.strip_prefix("cuda:").map(str::parse) {
+                    return Ok(Some(ordinal));
+                }
+            }
         }
-        Ok(list)
+    } else if let Some(Ok(ordinal)) = integer(device)?.map(u32::try_from) {
+        return Ok(Some(ordinal));
     }
-
-    fn __repr__(&self) -> String {
-        let stats = self.0.stats();
-        format!(
-            "TransferPlan({} blocks, {} bytes, {} runs, engine {})",
-            stats.blocks,
-            stats.bytes,
-            stats.runs,
-            self.engine()
-        )
-    }
+    let message =
+        format!("device must be None, \"cpu\", a GPU ordinal or such as \"cuda:0\", got {}", device.repr()?);
+    Err(plain(device.py(), "OptionError", message))
 }

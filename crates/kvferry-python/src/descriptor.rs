@@ -4,9 +4,11 @@ use kvferry::{BlockDim, KvOrder, Layout, LayoutKind, MemoryKind};
 use pyo3::prelude::*;
 
 use crate::config::LayoutConfig;
-use crate::context::{Options, TransferPlan, both};
+use crate::context::Options;
 use crate::errors::{OrRaise, plain};
 use crate::memory::Memory;
+use crate::route::TransferPlan;
+use crate::sides::both;
 
 /// The JSON descriptor of a layout of kvferry's own kinds: "fully_contiguous", "layer_separate", "split_kv", "block_pool".
 #[pyfunction]

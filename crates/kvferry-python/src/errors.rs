@@ -1,5 +1,6 @@
 //! Rust errors as the exceptions of `kvferry._errors`, with their fields as attributes.
 
+use kvferry::cuda::CudaError;
 use kvferry::{Error, LayoutError, PlanError};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyString, PyType};
@@ -43,11 +44,7 @@ pub(crate) fn to_py(py: Python<'_>, error: Error) -> PyErr {
             let errno = error.errno();
             raise(py, "HostMemoryError", message, |d| d.set_item("errno", errno))
         }
-        Error::Cuda(error) => raise(py, "CudaError", message, |d| {
-            d.set_item("code", error.code())?;
-            d.set_item("name", error.name())?;
-            d.set_item("call", error.call())
-        }),
+        Error::Cuda(error) => cuda(py, error),
         Error::MixedMemory { .. } | Error::ReadOnlyDestination { .. } => plain(py, "LayoutError", message),
         Error::StrategyMismatch { .. } | Error::InvalidOption { .. } => plain(py, "OptionError", message),
         Error::Unsupported { .. } => plain(py, "Unsupported", message),
@@ -77,10 +74,42 @@ pub(crate) fn to_py(py: Python<'_>, error: Error) -> PyErr {
             d.set_item("found", found.found)
         }),
         Error::Timeout { seconds } => raise(py, "WaitTimeout", message, |d| d.set_item("seconds", seconds)),
-        Error::Thread(_) => plain(py, "Busy", message),
+        Error::Thread(_) | Error::Busy { .. } => plain(py, "Busy", message),
         // Only fill() writes without a plan, which has its own refusal of read-only destinations.
         Error::Region(_) => plain(py, "LayoutError", message),
         _ => plain(py, "Error", message),
+    }
+}
+
+/// What the driver refused is a CudaError; what this library refused before asking the driver is told by its cause.
+fn cuda(py: Python<'_>, error: CudaError) -> PyErr {
+    let message = error.to_string();
+    match error {
+        CudaError::BlockId { side, index, value, limit } => {
+            let value = i64::try_from(value).unwrap_or(i64::MAX);
+            block_id(py, message, &side.to_string(), index as usize, value, limit)
+        }
+        CudaError::ReadOnly { .. } | CudaError::OutOfReach { .. } | CudaError::Regions { .. } => {
+            plain(py, "LayoutError", message)
+        }
+        CudaError::ListLengths { .. }
+        | CudaError::Argument { .. }
+        | CudaError::ZeroLength { .. }
+        | CudaError::RegistrationOverlap { .. }
+        | CudaError::WrongDevice { .. }
+        | CudaError::WrongStream { .. } => plain(py, "OptionError", message),
+        CudaError::BatchUnsupported
+        | CudaError::LegacyStream
+        | CudaError::NotPinned { .. }
+        | CudaError::AliasDiffers { .. }
+        | CudaError::PeerAccess { .. }
+        | CudaError::SharingUnsupported { .. }
+        | CudaError::StreamIsCapturing { .. } => plain(py, "Unsupported", message),
+        error => raise(py, "CudaError", message, |d| {
+            d.set_item("code", error.code())?;
+            d.set_item("name", error.name())?;
+            d.set_item("call", error.call())
+        }),
     }
 }
 

@@ -6,6 +6,7 @@ use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyList, PyMemoryView, PyRange, PySequence, PyString, PyTuple};
 
+use crate::device_ids::device_ids;
 use crate::errors::{block_id, plain};
 use crate::numbers::integer;
 
@@ -19,7 +20,13 @@ pub(crate) struct IdList {
     pub(crate) limit: u64,
 }
 
-/// Reads ids. An id outside 32 bits is refused here; the rest of the range check is the planner's.
+/// Whether an object has a buffer of its own, such as an array of NumPy's or the standard library's.
+pub(crate) fn has_buffer(list: &Bound<'_, PyAny>) -> bool {
+    // SAFETY: a borrowed reference to a live object, with the GIL; looks at its type only.
+    (unsafe { pyo3::ffi::PyObject_CheckBuffer(list.as_ptr()) }) == 1
+}
+
+/// Reads ids in host memory. An id outside 32 bits is refused here; the rest of the range check is the planner's.
 pub(crate) fn ids(list: &Bound<'_, PyAny>, what: IdList) -> PyResult<Vec<BlockId>> {
     let py = list.py();
     // Lists first: asking one for its buffer costs an exception.
@@ -36,9 +43,8 @@ pub(crate) fn ids(list: &Bound<'_, PyAny>, what: IdList) -> PyResult<Vec<BlockId
     {
         return from_buffer(list, &buffer, what);
     }
-    if list.hasattr("__cuda_array_interface__")? {
-        let message =
-            format!("{} block ids in device memory are not supported: pass them in host memory", what.side);
+    if device_ids(list, what.side)?.is_some() {
+        let message = format!("{} block ids in device memory are not supported here", what.side);
         return Err(plain(py, "Unsupported", message));
     }
     // A CPU torch tensor has no buffer, but shares its memory with a NumPy array.

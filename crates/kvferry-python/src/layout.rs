@@ -12,11 +12,23 @@ use crate::errors::{OrRaise, plain};
 use crate::memory::Memory;
 use crate::numbers::whole;
 use crate::region::Region;
+use crate::users::Users;
 use crate::verify;
 
 /// A layout bound to memory, owned or borrowed.
 #[pyclass(frozen, module = "kvferry")]
-pub(crate) struct PhysicalLayout(pub(crate) Arc<kvferry::PhysicalLayout>);
+pub(crate) struct PhysicalLayout {
+    pub(crate) core: Arc<kvferry::PhysicalLayout>,
+    /// Whose streams work on this memory.
+    pub(crate) users: Arc<Users>,
+}
+
+impl PhysicalLayout {
+    /// A layout whose memory these libraries use.
+    fn new(core: Arc<kvferry::PhysicalLayout>, users: Users) -> PhysicalLayout {
+        PhysicalLayout { core, users: Arc::new(users) }
+    }
+}
 
 fn make(
     py: Python<'_>,
@@ -24,12 +36,12 @@ fn make(
     memory: &Memory,
     kind: LayoutKind,
 ) -> PyResult<PhysicalLayout> {
-    let (config, Memory { kind: at, options }) = (config.0, *memory);
+    let (config, memory) = (config.0, *memory);
     let made = py.detach(|| {
         let layout = kvferry::Layout::of_kind(config, kind)?;
-        kvferry::PhysicalLayout::allocate_with(layout, at, &options)
+        memory.allocate(layout)
     });
-    Ok(PhysicalLayout(made.or_raise(py)?))
+    Ok(PhysicalLayout::new(made.or_raise(py)?, Users::default()))
 }
 
 #[pymethods]
@@ -96,12 +108,14 @@ impl PhysicalLayout {
             None => config.map(|config| config.0.dtype()),
         };
         let (found, pairs) = arrays::collect(tensors, declared)?;
+        let users = Users::default();
         let (element, memory) = match found.first() {
             Some(first) => (first.dtype, first.memory),
             None => return Err(plain(py, "LayoutError", "tensors is empty")),
         };
         let (mut shapes, mut regions) = (Vec::new(), Vec::new());
         for array in found {
+            users.join(&array.users);
             shapes.push(array.array);
             regions.push(array.region);
         }
@@ -110,7 +124,8 @@ impl PhysicalLayout {
         if let Some(config) = config {
             aligned(py, &layout, &shapes, &regions, config.0.alignment())?;
         }
-        Ok(PhysicalLayout(kvferry::PhysicalLayout::from_regions(layout, memory, regions).or_raise(py)?))
+        let made = kvferry::PhysicalLayout::from_regions(layout, memory, regions).or_raise(py)?;
+        Ok(PhysicalLayout::new(made, users))
     }
 
     /// Opaque pages: each array is [blocks, bytes], one array in all or one per layer, without copying.
@@ -118,6 +133,7 @@ impl PhysicalLayout {
     fn from_pages(tensors: &Bound<'_, PyAny>) -> PyResult<Self> {
         let py = tensors.py();
         let (found, pairs) = arrays::collect(tensors, None)?;
+        let users = Users::default();
         if pairs {
             return Err(plain(py, "LayoutError", "pages are opaque: pass arrays, not (K, V) pairs"));
         }
@@ -127,6 +143,7 @@ impl PhysicalLayout {
         };
         let (mut shapes, mut regions) = (Vec::new(), Vec::new());
         for mut array in found {
+            users.join(&array.users);
             // A row of elements is a row of bytes, if it is a row at all.
             let width = array.dtype.bytes();
             if let ([_, row], [_, step]) = (&mut array.array.shape[..], &mut array.array.strides[..]) {
@@ -142,80 +159,81 @@ impl PhysicalLayout {
         let layout =
             kvferry::Layout::from_arrays(&shapes, &[Axis::Block, Axis::Dim], false, Dtype::UInt8, None)
                 .or_raise(py)?;
-        Ok(PhysicalLayout(kvferry::PhysicalLayout::from_regions(layout, memory, regions).or_raise(py)?))
+        let made = kvferry::PhysicalLayout::from_regions(layout, memory, regions).or_raise(py)?;
+        Ok(PhysicalLayout::new(made, users))
     }
 
     /// Allocates memory for a layout given as JSON (see to_json). The text is validated as hostile input.
     #[staticmethod]
     fn from_json(py: Python<'_>, text: &str, memory: &Memory) -> PyResult<Self> {
-        let Memory { kind, options } = *memory;
+        let memory = *memory;
         let made = py.detach(|| {
             let layout = kvferry::Layout::from_json(text)?;
-            kvferry::PhysicalLayout::allocate_with(layout, kind, &options)
+            memory.allocate(layout)
         });
-        Ok(PhysicalLayout(made.or_raise(py)?))
+        Ok(PhysicalLayout::new(made.or_raise(py)?, Users::default()))
     }
 
     /// The layout without its memory, as JSON with a version.
     fn to_json(&self, py: Python<'_>) -> PyResult<String> {
-        self.0.layout().to_json().or_raise(py)
+        self.core.layout().to_json().or_raise(py)
     }
 
     /// 16 hexadecimal digits that are equal for equal layouts, on any machine; the memory does not count.
     #[getter]
     fn digest(&self, py: Python<'_>) -> PyResult<String> {
-        Ok(format!("{:016x}", self.0.layout().digest().or_raise(py)?))
+        Ok(format!("{:016x}", self.core.layout().digest().or_raise(py)?))
     }
 
     /// Why blocks cannot move from this layout to another: all reasons, none if they can.
     fn incompatibilities(&self, dst: &PhysicalLayout) -> Vec<String> {
-        let reasons = kvferry::layout::incompatibilities(self.0.layout(), dst.0.layout());
+        let reasons = kvferry::layout::incompatibilities(self.core.layout(), dst.core.layout());
         reasons.into_iter().map(|reason| reason.to_string()).collect()
     }
 
     #[getter]
     fn config(&self) -> LayoutConfig {
-        LayoutConfig(*self.0.layout().config())
+        LayoutConfig(*self.core.layout().config())
     }
 
     /// "FullyContiguous", "LayerSeparate", "SplitKv", "BlockPool" or "Strided".
     #[getter]
     fn kind(&self) -> &'static str {
-        self.0.layout().kind().name()
+        self.core.layout().kind().name()
     }
 
     /// "NHD", "HND", "universal", or None for foreign memory.
     #[getter]
     fn order(&self) -> Option<&'static str> {
-        self.0.layout().kind().order().map(KvOrder::name)
+        self.core.layout().kind().order().map(KvOrder::name)
     }
 
     /// Axes inside a block, outermost first, as they lie in memory.
     #[getter]
     fn axes(&self) -> Vec<&'static str> {
-        self.0.layout().view().stride_order().into_iter().map(Axis::name).collect()
+        self.core.layout().view().stride_order().into_iter().map(Axis::name).collect()
     }
 
     /// Where it lies, with the options it was allocated with: system() for host memory that was wrapped.
     #[getter]
     fn memory(&self) -> Memory {
-        Memory::of(&self.0)
+        Memory::of(&self.core)
     }
 
     #[getter]
     fn num_blocks(&self) -> u64 {
-        self.0.layout().config().num_blocks()
+        self.core.layout().config().num_blocks()
     }
 
     #[getter]
     fn num_regions(&self) -> usize {
-        self.0.regions().len()
+        self.core.regions().len()
     }
 
     /// Bytes of all regions.
     #[getter]
     fn nbytes(&self) -> u64 {
-        self.0.spans().iter().map(|span| span.len).sum()
+        self.core.spans().iter().map(|span| span.len).sum()
     }
 
     /// Byte strides by axis; 0 on axes that step regions.
@@ -223,7 +241,7 @@ impl PhysicalLayout {
     fn strides<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let dict = PyDict::new(py);
         for axis in Axis::ALL {
-            dict.set_item(axis.name(), self.0.layout().view().stride(axis))?;
+            dict.set_item(axis.name(), self.core.layout().view().stride(axis))?;
         }
         Ok(dict)
     }
@@ -239,15 +257,15 @@ impl PhysicalLayout {
         let at = |axis, value| whole("LayoutError", axis, value, i64::MAX as u64);
         let (block, layer) = (at("block", block)?, at("layer", layer)?);
         let outer = outer.map_or(Ok(0), |outer| at("outer", outer))?;
-        let layout = &slf.get().0;
+        let PhysicalLayout { core: layout, users } = slf.get();
         let span = layout.memory_region(block, layer, outer).or_raise(slf.py())?;
-        Ok(Region::new(layout, span, Dtype::UInt8, &[span.len], &[1]))
+        Ok(Region::new(layout, users, span, Dtype::UInt8, &[span.len], &[1]))
     }
 
     /// Every region as a zero-copy view with its own axes; see `region_axes`. Types NumPy lacks appear as raw integers to it.
     #[getter]
     fn regions(slf: &Bound<'_, Self>) -> PyResult<Vec<Region>> {
-        let layout = &slf.get().0;
+        let PhysicalLayout { core: layout, users } = slf.get();
         let view = layout.layout().view();
         let axes = region_axes(layout);
         let shape: Vec<u64> = axes.iter().map(|&axis| view.extent(axis)).collect();
@@ -258,23 +276,27 @@ impl PhysicalLayout {
             return Err(plain(slf.py(), "LayoutError", message));
         }
         let dtype = layout.layout().config().dtype();
-        Ok(layout.spans().iter().map(|&span| Region::new(layout, span, dtype, &shape, &strides)).collect())
+        Ok(layout
+            .spans()
+            .iter()
+            .map(|&span| Region::new(layout, users, span, dtype, &shape, &strides))
+            .collect())
     }
 
     /// Axes of each item of `regions`, outermost first.
     #[getter]
     fn region_axes(&self) -> Vec<&'static str> {
-        region_axes(&self.0).into_iter().map(Axis::name).collect()
+        region_axes(&self.core).into_iter().map(Axis::name).collect()
     }
 
     /// Zero-copy NumPy view: one array, or a list with one array per region. Needs NumPy.
     fn numpy<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
         let py = slf.py();
-        if !slf.get().0.memory_kind().is_host() {
+        if !slf.get().core.memory_kind().is_host() {
             return Err(plain(
                 py,
                 "Unsupported",
-                format!("a NumPy view of {} memory", slf.get().0.memory_kind()),
+                format!("a NumPy view of {} memory", slf.get().core.memory_kind()),
             ));
         }
         let numpy = py.import("numpy")?;
@@ -289,7 +311,7 @@ impl PhysicalLayout {
     fn fill(&self, value: &Bound<'_, PyAny>) -> PyResult<()> {
         let py = value.py();
         let value = whole("OptionError", "value", value, 255)? as u8;
-        py.detach(|| self.0.fill(value)).or_raise(py)
+        py.detach(|| self.core.fill(value)).or_raise(py)
     }
 
     /// One checksum per block: the same in every order, layout and memory, additive (mod 2**64) over layers and shards.
@@ -300,13 +322,13 @@ impl PhysicalLayout {
         blocks: Option<&Bound<'_, PyAny>>,
         layers: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Vec<u64>> {
-        verify::checksum(py, &self.0, blocks, layers)
+        verify::checksum(py, &self.core, blocks, layers)
     }
 
     /// Fills every head row with the stream that seed, block, layer, outer, token and global head determine.
     #[pyo3(signature = (seed, blocks=None))]
     fn fill_pattern(&self, seed: &Bound<'_, PyAny>, blocks: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
-        verify::fill_pattern(&self.0, seed, blocks)
+        verify::fill_pattern(&self.core, seed, blocks)
     }
 
     /// Raises MismatchError unless blocks[i] holds the pattern of as_blocks[i] (default: of its own id).
@@ -318,27 +340,28 @@ impl PhysicalLayout {
         as_blocks: Option<&Bound<'_, PyAny>>,
         layers: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<()> {
-        verify::verify_pattern(&self.0, seed, blocks, as_blocks, layers)
+        verify::verify_pattern(&self.core, seed, blocks, as_blocks, layers)
     }
 
     /// Raises GuardError unless every byte but the payload of except_blocks, padding and gaps included, is value.
     #[pyo3(signature = (value, except_blocks=None), text_signature = "($self, value, except_blocks=())")]
     fn check_fill(&self, value: &Bound<'_, PyAny>, except_blocks: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
-        verify::check_fill(&self.0, value, except_blocks)
+        verify::check_fill(&self.core, value, except_blocks)
     }
 
     /// The same memory re-addressed in pages of `page_size` tokens: id = parts * block + part.
     fn with_page_size(&self, page_size: &Bound<'_, PyAny>) -> PyResult<Self> {
         let py = page_size.py();
         let page_size = whole("LayoutError", "page_size", page_size, i64::MAX as u64)?;
-        Ok(PhysicalLayout(self.0.with_page_size(page_size).or_raise(py)?))
+        let core = self.core.with_page_size(page_size).or_raise(py)?;
+        Ok(PhysicalLayout { core, users: self.users.clone() })
     }
 
     fn __repr__(&self) -> String {
-        let layout = self.0.layout();
+        let layout = self.core.layout();
         let c = layout.config();
         let order = layout.kind().order().map(|order| format!(" {order}")).unwrap_or_default();
-        let first = self.0.spans().first().map_or(0, |span| span.addr);
+        let first = self.core.spans().first().map_or(0, |span| span.addr);
         format!(
             "PhysicalLayout({}{order}, {} blocks x {} layers x {} outer x {} tokens x {} heads x {} {}, \
              {} region(s) of {} bytes in {} memory, first at {first:#x})",
@@ -350,9 +373,9 @@ impl PhysicalLayout {
             c.num_heads(),
             c.head_dim(),
             c.dtype(),
-            self.0.regions().len(),
+            self.core.regions().len(),
             layout.region_bytes(),
-            self.0.memory_kind(),
+            self.core.memory_kind(),
         )
     }
 }

@@ -1,6 +1,9 @@
 //! Where memory lies: `kf.system()`, `kf.pinned()`, `kf.device(0)`.
 
-use kvferry::{HostOptions, HugePages, MemoryKind, NumaPolicy, PhysicalLayout};
+use std::hash::{Hash, Hasher};
+use std::sync::Arc;
+
+use kvferry::{HostOptions, HugePages, Layout, MemoryKind, NumaPolicy, PhysicalLayout};
 use pyo3::prelude::*;
 use pyo3::types::PyString;
 
@@ -9,15 +12,31 @@ use crate::numbers::whole;
 
 /// A kind of memory and how to allocate it. Made by `system()`, `pinned()` and `device(ordinal)`.
 #[pyclass(frozen, eq, hash, module = "kvferry")]
-#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy)]
 pub(crate) struct Memory {
     pub(crate) kind: MemoryKind,
     pub(crate) options: HostOptions,
+    /// GPU through whose context pinned memory is allocated. Makes no difference afterwards, so it is not compared.
+    via: Option<u32>,
+}
+
+impl PartialEq for Memory {
+    fn eq(&self, other: &Memory) -> bool {
+        (self.kind, self.options) == (other.kind, other.options)
+    }
+}
+
+impl Eq for Memory {}
+
+impl Hash for Memory {
+    fn hash<H: Hasher>(&self, state: &mut H) {
+        (self.kind, self.options).hash(state);
+    }
 }
 
 impl From<MemoryKind> for Memory {
     fn from(kind: MemoryKind) -> Memory {
-        Memory { kind, options: HostOptions::default() }
+        Memory { kind, options: HostOptions::default(), via: None }
     }
 }
 
@@ -25,7 +44,15 @@ impl Memory {
     /// The memory of a layout.
     pub(crate) fn of(layout: &PhysicalLayout) -> Memory {
         let options = layout.host_options().copied().unwrap_or_default();
-        Memory { kind: layout.memory_kind(), options }
+        Memory { kind: layout.memory_kind(), options, via: None }
+    }
+
+    /// A layout in new memory of this kind.
+    pub(crate) fn allocate(&self, layout: Layout) -> kvferry::Result<Arc<PhysicalLayout>> {
+        match (self.kind, self.via) {
+            (MemoryKind::Pinned, via) => PhysicalLayout::allocate_pinned(layout, via),
+            (kind, _) => PhysicalLayout::allocate_with(layout, kind, &self.options),
+        }
     }
 }
 
@@ -102,13 +129,15 @@ pub(crate) fn system(
     let huge_pages = if huge_pages { HugePages::Auto } else { HugePages::Off };
     let first_touch_threads = if touch { usize::MAX } else { 0 };
     let options = HostOptions { huge_pages, numa, first_touch_threads };
-    Ok(Memory { kind: MemoryKind::System, options })
+    Ok(Memory { kind: MemoryKind::System, options, via: None })
 }
 
 /// Page-locked host memory that every GPU can address. Needs a CUDA driver.
 #[pyfunction]
-pub(crate) fn pinned() -> Memory {
-    MemoryKind::Pinned.into()
+#[pyo3(signature = (*, device=None))]
+pub(crate) fn pinned(device: Option<&Bound<'_, PyAny>>) -> PyResult<Memory> {
+    let via = device.map(|value| whole("OptionError", "device", value, i32::MAX as u64)).transpose()?;
+    Ok(Memory { via: via.map(|ordinal| ordinal as u32), ..MemoryKind::Pinned.into() })
 }
 
 /// Memory of the GPU with this ordinal.

@@ -12,12 +12,14 @@ use pyo3::types::{PyCapsule, PyDict, PyTuple};
 
 use crate::export::{self, Device, Export};
 use crate::memory::Memory;
+use crate::users::Users;
 
 /// A piece of a layout's memory. Keeps the layout alive; the buffer protocol, DLPack and the array interfaces read it
 /// without copying.
 #[pyclass(frozen, module = "kvferry")]
 pub(crate) struct Region {
     layout: Arc<kvferry::PhysicalLayout>,
+    users: Arc<Users>,
     span: RegionSpan,
     dtype: Dtype,
     // Buffers point to these two: they never change, and a buffer holds the region.
@@ -30,6 +32,7 @@ impl Region {
     /// `shape` and `strides` (in bytes) must stay inside `span`, and `span` inside a region of `layout`.
     pub(crate) fn new(
         layout: &Arc<kvferry::PhysicalLayout>,
+        users: &Arc<Users>,
         span: RegionSpan,
         dtype: Dtype,
         shape: &[u64],
@@ -37,7 +40,14 @@ impl Region {
     ) -> Region {
         // No part of an address space is longer than isize::MAX.
         let sizes = |of: &[u64]| of.iter().map(|&size| size as isize).collect();
-        Region { layout: layout.clone(), span, dtype, shape: sizes(shape), strides: sizes(strides) }
+        Region {
+            layout: layout.clone(),
+            users: users.clone(),
+            span,
+            dtype,
+            shape: sizes(shape),
+            strides: sizes(strides),
+        }
     }
 }
 
@@ -75,6 +85,7 @@ impl Region {
         if !matches!(self.layout.memory_kind(), MemoryKind::Device(_)) {
             return Err(PyAttributeError::new_err("host memory has no __cuda_array_interface__"));
         }
+        self.users.exported();
         self.interface(py)
     }
 
@@ -104,6 +115,9 @@ impl Region {
         }
         let device = Device::of(self.layout.memory_kind())?.viewed_as(dl_device)?;
         export::check_stream(device, stream)?;
+        if self.layout.memory_kind() != MemoryKind::System {
+            self.users.exported();
+        }
         let export = Export::new(
             &self.layout,
             self.span.addr,

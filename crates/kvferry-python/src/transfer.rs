@@ -94,6 +94,14 @@ impl Transfer {
         Ok(&self.job)
     }
 
+    /// Refuses a captured transfer, which never ends.
+    fn waitable(&self, py: Python<'_>) -> PyResult<()> {
+        if self.job.captured() {
+            self.job.wait(Some(Duration::ZERO)).or_raise(py)?;
+        }
+        Ok(())
+    }
+
     /// The job, or its part for one layer.
     fn part(
         &self,
@@ -131,8 +139,28 @@ impl Transfer {
         interruptible(py, timeout, |limit| job.wait(limit)).map(TransferResult)
     }
 
+    /// Whether a CUDA graph has taken the transfer: it runs whenever that is launched, and this handle never ends.
+    #[getter]
+    fn captured(&self) -> bool {
+        self.job.captured()
+    }
+
+    /// Makes what is put on a stream from now on wait for the transfer, or for one layer of it, without waiting here.
+    #[pyo3(signature = (stream, *, layer=None))]
+    fn wait_on(
+        &self,
+        py: Python<'_>,
+        stream: &Bound<'_, PyAny>,
+        layer: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<()> {
+        let stream = crate::streams::stream("stream", stream)?;
+        let job = self.part(py, layer)?;
+        py.detach(|| job.wait_on(stream, None)).or_raise(py)
+    }
+
     /// The result of an ended transfer. Raises Busy while it runs, TransferError if it failed.
     fn result(&self, py: Python<'_>) -> PyResult<TransferResult> {
+        self.waitable(py)?;
         match self.job(py)?.outcome() {
             None => Err(plain(py, "Busy", "the transfer is not complete; wait() or await it")),
             Some(Ok(result)) => Ok(TransferResult(result)),
@@ -142,11 +170,13 @@ impl Transfer {
 
     /// `await job` in asyncio: the same result and errors as wait(), without blocking the loop.
     fn __await__<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
+        slf.get().waitable(slf.py())?;
         notify::wait_for(slf)
     }
 
     fn __repr__(&self) -> String {
         match self.job.peek() {
+            None if self.job.captured() => "Transfer(captured)".to_owned(),
             None => "Transfer(pending)".to_owned(),
             Some(Ok(result)) => format!("Transfer(done, {} bytes in {:.6} s)", result.bytes, result.seconds),
             Some(Err(failure)) => format!("Transfer(failed: {})", failure.reason),

@@ -88,11 +88,13 @@ void during(const char* what, u32 mode, CUresult answer, bool spoils, Spoil spoi
   OK(cu.cuStreamBeginCapture_v2(s.a, mode));
   OK(cu.cuMemsetD8Async(s.memory, 1, 64, s.a));
   const CUresult got = spoil(s);
-  expect(got == answer, __FILE__, __LINE__, std::string(what) + " gave " + name_of(got) + ", expected " + name_of(answer));
+  expect(got == answer, __FILE__, __LINE__,
+         std::string(what) + " gave " + name_of(got) + ", expected " + name_of(answer));
   CUgraph graph = nullptr;
   const CUresult end = cu.cuStreamEndCapture(s.a, &graph);
   const CUresult wanted = spoils ? CUDA_ERROR_STREAM_CAPTURE_INVALIDATED : other_end;
-  expect(end == wanted, __FILE__, __LINE__, std::string("end after ") + what + " gave " + name_of(end) + ", expected " + name_of(wanted));
+  expect(end == wanted, __FILE__, __LINE__,
+         std::string("end after ") + what + " gave " + name_of(end) + ", expected " + name_of(wanted));
   HOLDS((graph != nullptr) == (end == CUDA_SUCCESS));
   if (graph != nullptr) OK(cu.cuGraphDestroy(graph));
 }
@@ -135,8 +137,10 @@ void unsafe_calls() {
   during("cuMemAlloc", g, kUnsupported, true, [](Bench&) { return allocate(); });
   during("cuMemAlloc, relaxed capture", r, CUDA_SUCCESS, false, [](Bench&) { return allocate(); });
   during("cuMemAlloc elsewhere", g, kUnsupported, true, [&](Bench&) { return elsewhere(g, allocate); });
-  during("cuMemAlloc elsewhere, relaxed thread", g, CUDA_SUCCESS, false, [&](Bench&) { return elsewhere(r, allocate); });
-  during("cuMemAlloc elsewhere, thread-local capture", t, CUDA_SUCCESS, false, [&](Bench&) { return elsewhere(g, allocate); });
+  during("cuMemAlloc elsewhere, relaxed thread", g, CUDA_SUCCESS, false,
+         [&](Bench&) { return elsewhere(r, allocate); });
+  during("cuMemAlloc elsewhere, thread-local capture", t, CUDA_SUCCESS, false,
+         [&](Bench&) { return elsewhere(g, allocate); });
   during("cuMemAlloc, thread-local capture", t, kUnsupported, true, [](Bench&) { return allocate(); });
   during("cuMemHostAlloc", g, kUnsupported, true, [](Bench&) { return pin(); });
   during("cuMemHostRegister", g, kUnsupported, true, [](Bench&) {
@@ -146,17 +150,23 @@ void unsafe_calls() {
   });
   during("cuMemFree", g, kUnsupported, true, [](Bench& s) { return cu.cuMemFree_v2(s.memory); });
   during("cuMemcpyDtoH", g, CUDA_SUCCESS, false, [](Bench& s) { return cu.cuMemcpyDtoH_v2(s.host, s.memory, 4); });
-  during("cuMemcpyDtoH, relaxed capture", r, CUDA_SUCCESS, false, [](Bench& s) { return cu.cuMemcpyDtoH_v2(s.host, s.memory, 4); });
+  during("cuMemcpyDtoH, relaxed capture", r, CUDA_SUCCESS, false,
+         [](Bench& s) { return cu.cuMemcpyDtoH_v2(s.host, s.memory, 4); });
   during("cuEventQuery", g, kUnsupported, true, [&](Bench&) { return cu.cuEventQuery(outside); });
-  during("cuEventQuery elsewhere", g, kUnsupported, true, [&](Bench&) { return elsewhere(g, [&] { return cu.cuEventQuery(outside); }); });
+  during("cuEventQuery elsewhere", g, kUnsupported, true,
+         [&](Bench&) { return elsewhere(g, [&] { return cu.cuEventQuery(outside); }); });
   during("cuEventSynchronize", g, kUnsupported, true, [&](Bench&) { return cu.cuEventSynchronize(outside); });
   during("cuStreamQuery of another", g, kUnsupported, true, [](Bench& s) { return cu.cuStreamQuery(s.b); });
   during("cuStreamSynchronize of another", g, kUnsupported, true, [](Bench& s) { return cu.cuStreamSynchronize(s.b); });
-  during("cuStreamSynchronize of another, relaxed", r, CUDA_SUCCESS, false, [](Bench& s) { return cu.cuStreamSynchronize(s.b); });
+  during("cuStreamSynchronize of another, relaxed", r, CUDA_SUCCESS, false,
+         [](Bench& s) { return cu.cuStreamSynchronize(s.b); });
   during("cuStreamSynchronize", r, kUnsupported, true, [](Bench& s) { return cu.cuStreamSynchronize(s.a); });
   during("cuStreamQuery", r, kUnsupported, true, [](Bench& s) { return cu.cuStreamQuery(s.a); });
   during("cuCtxSynchronize", r, kUnsupported, true, [](Bench&) { return cu.cuCtxSynchronize(); });
-  during("cuMemGetInfo", g, CUDA_SUCCESS, false, [](Bench&) { size_t x, y; return cu.cuMemGetInfo_v2(&x, &y); });
+  during("cuMemGetInfo", g, CUDA_SUCCESS, false, [](Bench&) {
+    size_t x, y;
+    return cu.cuMemGetInfo_v2(&x, &y);
+  });
   during("cuEventCreate", g, CUDA_SUCCESS, false, [](Bench&) {
     CUevent event = nullptr;
     const CUresult result = cu.cuEventCreate(&event, 2);
@@ -169,7 +179,8 @@ void unsafe_calls() {
     if (result == 0) OK(cu.cuStreamDestroy_v2(stream));
     return result;
   });
-  during("cuMemsetD8Async on legacy", g, CUDA_SUCCESS, false, [](Bench& s) { return cu.cuMemsetD8Async(s.memory, 1, 4, nullptr); });
+  during("cuMemsetD8Async on legacy", g, CUDA_SUCCESS, false,
+         [](Bench& s) { return cu.cuMemsetD8Async(s.memory, 1, 4, nullptr); });
   during("cuMemsetD8", g, CUDA_SUCCESS, false, [](Bench& s) { return cu.cuMemsetD8_v2(s.memory, 1, 4); });
   OK(cu.cuEventDestroy_v2(outside));
 }
@@ -180,7 +191,8 @@ void structure() {
     OK(cu.cuEventRecord(s.event, s.b));
     return cu.cuStreamWaitEvent(s.a, s.event, 0);
   });
-  during("waiting for an event never recorded", r, CUDA_SUCCESS, false, [](Bench& s) { return cu.cuStreamWaitEvent(s.a, s.event, 0); });
+  during("waiting for an event never recorded", r, CUDA_SUCCESS, false,
+         [](Bench& s) { return cu.cuStreamWaitEvent(s.a, s.event, 0); });
   during("querying a captured event", r, CUDA_ERROR_CAPTURED_EVENT, true, [](Bench& s) {
     OK(cu.cuEventRecord(s.event, s.a));
     return cu.cuEventQuery(s.event);
@@ -215,17 +227,23 @@ void structure() {
     attributes.srcAccessOrder = SRC_ACCESS_STREAM;
     return cu.cuMemcpyBatchAsync_v2(&dst, &src, &bytes, 1, &attributes, &start, 1, s.a);
   });
-  during("ending from another thread", CAPTURE_GLOBAL, CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD, false, [](Bench& s) {
-    return elsewhere(CAPTURE_GLOBAL, [&] {
-      CUgraph graph = nullptr;
-      return cu.cuStreamEndCapture(s.a, &graph);
-    });
-  }, CUDA_ERROR_ILLEGAL_STATE);
-  during("destroying a stream", r, CUDA_SUCCESS, false, [](Bench& s) {
-    OK(cu.cuStreamDestroy_v2(s.a));
-    OK(cu.cuCtxSynchronize());
-    return cu.cuStreamCreate(&s.a, CU_STREAM_NON_BLOCKING);
-  }, CUDA_ERROR_ILLEGAL_STATE);
+  during(
+      "ending from another thread", CAPTURE_GLOBAL, CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD, false,
+      [](Bench& s) {
+        return elsewhere(CAPTURE_GLOBAL, [&] {
+          CUgraph graph = nullptr;
+          return cu.cuStreamEndCapture(s.a, &graph);
+        });
+      },
+      CUDA_ERROR_ILLEGAL_STATE);
+  during(
+      "destroying a stream", r, CUDA_SUCCESS, false,
+      [](Bench& s) {
+        OK(cu.cuStreamDestroy_v2(s.a));
+        OK(cu.cuCtxSynchronize());
+        return cu.cuStreamCreate(&s.a, CU_STREAM_NON_BLOCKING);
+      },
+      CUDA_ERROR_ILLEGAL_STATE);
   during("the legacy stream waiting", r, CUDA_ERROR_STREAM_CAPTURE_IMPLICIT, true, [](Bench& s) {
     OK(cu.cuEventRecord(s.event, s.a));
     return cu.cuStreamWaitEvent(nullptr, s.event, 0);

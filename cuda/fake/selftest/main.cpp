@@ -56,7 +56,7 @@ int main(int argc, char** argv) {
     std::fprintf(stderr, "%s\n", dlerror());
     return 2;
   }
-#define SELFTEST_LOAD(name, arguments)                                  \
+#define SELFTEST_LOAD(name, arguments)                                      \
   cu.name = reinterpret_cast<CUresult(*) arguments>(dlsym(library, #name)); \
   if (cu.name == nullptr) std::fprintf(stderr, "no %s\n", #name);
   SELFTEST_CALLS(SELFTEST_LOAD)

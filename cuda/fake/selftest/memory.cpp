@@ -56,7 +56,8 @@ void registration() {
   CUstream stream = nullptr;
   OK(cu.cuStreamCreate(&stream, CU_STREAM_NON_BLOCKING));
   OK(cu.cuMemcpyAsync(device, reinterpret_cast<CUdeviceptr>(memory), 2 * page, stream));
-  IS(cu.cuMemcpyAsync(device, reinterpret_cast<CUdeviceptr>(memory) + page, 2 * page, stream), CUDA_ERROR_INVALID_VALUE);
+  IS(cu.cuMemcpyAsync(device, reinterpret_cast<CUdeviceptr>(memory) + page, 2 * page, stream),
+     CUDA_ERROR_INVALID_VALUE);
   OK(cu.cuStreamSynchronize(stream));
   OK(cu.cuMemHostUnregister(memory));
   IS(cu.cuMemHostUnregister(memory), CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED);

@@ -15,7 +15,7 @@ use crate::flight::Flight;
 use crate::gpu::{Capture, StreamHandle};
 use crate::memory::GpuMemory;
 use crate::raw;
-use submit::Copies;
+use submit::{Copies, FIRST_CALL};
 
 /// Most copies of one driver call: longer batches take several, so that the driver's working memory stays small and the
 /// first copies begin while the last are handed over.
@@ -117,23 +117,60 @@ impl BatchCopies {
     /// fallback: [`enqueue_each`](Self::enqueue_each) is the caller's to choose. After an error some copies may be on
     /// the stream; the flight knows.
     pub fn enqueue(&self, cx: &ContextGuard<'_>, stream: StreamHandle, flight: &mut Flight) -> Result<()> {
+        self.enqueue_counted(cx, stream, flight).map_err(|(_, error)| error)
+    }
+
+    /// As [`enqueue`](Self::enqueue); an error comes with the number of copies that are on the stream all the same.
+    ///
+    /// # Errors
+    /// As [`enqueue`](Self::enqueue).
+    pub fn enqueue_counted(
+        &self,
+        cx: &ContextGuard<'_>,
+        stream: StreamHandle,
+        flight: &mut Flight,
+    ) -> Result<(), (usize, CudaError)> {
+        self.submit(cx, stream, flight, FIRST_CALL)
+    }
+
+    /// As [`enqueue`](Self::enqueue), in calls as large as the driver takes: for copies of which others are under way.
+    ///
+    /// # Errors
+    /// As [`enqueue`](Self::enqueue).
+    pub fn enqueue_at_once(
+        &self,
+        cx: &ContextGuard<'_>,
+        stream: StreamHandle,
+        flight: &mut Flight,
+    ) -> Result<()> {
+        self.submit(cx, stream, flight, BATCH_CAP).map_err(|(_, error)| error)
+    }
+
+    fn submit(
+        &self,
+        cx: &ContextGuard<'_>,
+        stream: StreamHandle,
+        flight: &mut Flight,
+        first_call: usize,
+    ) -> Result<(), (usize, CudaError)> {
+        let none = |error| (0, error);
         let gpu = Arc::clone(flight.gpu());
         if stream.is_legacy() {
-            return Err(CudaError::LegacyStream);
+            return Err(none(CudaError::LegacyStream));
         }
-        if gpu.capture_status(cx, stream)? != Capture::None {
+        if gpu.capture_status(cx, stream).map_err(none)? != Capture::None {
             let what = "the driver's batch copy";
-            return Err(CudaError::StreamIsCapturing { stream: stream.raw(), what });
+            return Err(none(CudaError::StreamIsCapturing { stream: stream.raw(), what }));
         }
         if self.is_empty() {
             return Ok(());
         }
-        let handle = flight.board(&gpu, cx, stream)?;
+        let handle = flight.board(&gpu, cx, stream).map_err(none)?;
         flight.hold(Arc::clone(&self.sides) as Owner);
         // SAFETY: every copy was found inside both of its regions (`push`), the destination writable; the flight holds
         // the regions until the stream has done the work. The context is current and the stream is one of it, neither
         // legacy nor capturing.
-        unsafe { self.copies.batch(handle) }.map_err(|(_, error)| error)
+        unsafe { self.copies.batch(handle, first_call) }
     }
 
     /// Puts all copies on `stream` by one driver call each, in the order pushed. Takes every stream; on a capturing one

@@ -1,5 +1,6 @@
 //! The public batch copy between raw addresses, with the behaviour of the system it is named after.
 
+use super::BATCH_CAP;
 use super::submit::Copies;
 use crate::context::ContextGuard;
 use crate::error::{CudaError, Result};
@@ -80,11 +81,11 @@ pub unsafe fn memcpy_batch(
             forked(gpu, &cx, stream, |fork| {
                 // SAFETY: the caller's promises hold until `stream` has done the copies, and `stream` waits for the fork,
                 // which is a stream of the current context, neither legacy nor capturing.
-                unsafe { copies.batch(fork.as_driver()) }
+                unsafe { copies.batch(fork.as_driver(), BATCH_CAP) }
             })
         } else {
             // SAFETY: the caller's promises; the stream is neither legacy nor capturing, and its context is current.
-            unsafe { copies.batch(handle) }
+            unsafe { copies.batch(handle, BATCH_CAP) }
         };
         match outcome {
             Ok(()) => {}

@@ -8,7 +8,7 @@ use crate::raw::{self, BatchForm, CUdeviceptr, CUmemcpyAttributes, CUstream};
 
 /// The copy engine starts when a batch call returns, after about a microsecond of the CPU per copy: the first calls are
 /// small, so that it works while the rest is still being put in.
-const FIRST_CALL: usize = 2;
+pub(super) const FIRST_CALL: usize = 2;
 const CALL_GROWTH: usize = 4;
 
 /// Addresses and sizes, three lists of one length.
@@ -53,9 +53,9 @@ impl Copies {
     /// # Safety
     /// The context of `stream` is current, the stream is neither the legacy one nor capturing, and every byte stays valid
     /// until the stream has done the copies.
-    pub(super) unsafe fn batch(&self, stream: CUstream) -> Result<(), (usize, CudaError)> {
+    pub(super) unsafe fn batch(&self, stream: CUstream, first_call: usize) -> Result<(), (usize, CudaError)> {
         let form = raw::batch_form().ok_or((0, CudaError::BatchUnsupported))?;
-        let (mut from, mut next) = (0, FIRST_CALL);
+        let (mut from, mut next) = (0, first_call.min(BATCH_CAP));
         while from < self.len() {
             let count = next.min(self.len() - from);
             next = (next * CALL_GROWTH).min(BATCH_CAP);

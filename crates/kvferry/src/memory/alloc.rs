@@ -52,6 +52,8 @@ pub(crate) fn allocate(
                 None => current_device()?.unwrap_or(0),
             };
             let whole = PinnedBuffer::new(len, via)?.into_region();
+            // The driver hands out what somebody of this process has left there.
+            whole.fill(0, whole.len(), 0)?;
             starts(whole.addr()).map(|start| Ok(Region::Host(whole.part(start, region)?))).collect()
         }
         MemoryKind::Device(ordinal) => {

@@ -131,9 +131,10 @@ impl GpuAsked {
 }
 
 impl Choice {
-    /// The same decision with another engine: for a hop of a transfer.
-    pub(crate) fn with_engine(&self, engine: Engine) -> Choice {
-        Choice { engine, ..self.clone() }
+    /// The same decision for a part of the work, by another engine: for a hop of a transfer.
+    pub(crate) fn of_part(&self, engine: Engine, work: Work) -> Choice {
+        let facts = self.facts.clone().map(|facts| Facts { work, ..facts });
+        Choice { engine, facts, ..self.clone() }
     }
 
     /// Seconds that the chosen engine is expected to take, where there is a model of it.

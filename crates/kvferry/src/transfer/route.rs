@@ -3,7 +3,7 @@
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Instant;
 
-use kvferry_cuda::DeviceIds;
+use kvferry_cuda::{DeviceIds, FreeLater};
 use kvferry_layout::{Axis, BlockId, CopyPlan, LayoutError, PairPlan, PairRequest, find_overlap};
 
 use super::choose::{Asked, Choice, GpuAsked, choose, strategy};
@@ -224,6 +224,7 @@ impl Route {
     ) -> Result<TransferCompleteNotification> {
         let submitted = Instant::now();
         self.context.fork.check()?;
+        let _later = FreeLater::enter();
         // An ordered context is locked for the whole submission: the queue is in the order of the locks.
         let mut line = self.context.order.as_ref().map(lock);
         let ahead =

@@ -312,10 +312,11 @@ impl Bounce {
             dst,
             plan,
             lowered: self.pair.lowered[slot.index].clone(),
-            choice: self.choice.with_engine(engine),
+            choice: self.choice.of_part(engine, work),
             ids: None,
             stream: None,
-            library_stream: None,
+            // All on one, so that one thread hears of their ends.
+            library_stream: Some(self.device.stream(self.choice.strategy, true)),
             after: Vec::new(),
             ahead: None,
             ordered: false,

@@ -33,18 +33,20 @@ pub(super) struct Launch<'a> {
 /// How far an engine got before it failed: blocks up to there are on a stream.
 pub(super) struct Stopped {
     pub(super) blocks: u32,
+    /// Something of the blocks after those may have moved all the same.
+    pub(super) begun: bool,
     pub(super) error: Error,
 }
 
 impl<E: Into<Error>> From<E> for Stopped {
     fn from(error: E) -> Self {
-        Stopped { blocks: 0, error: error.into() }
+        Stopped { blocks: 0, begun: false, error: error.into() }
     }
 }
 
 impl Stopped {
     fn after(blocks: u32) -> impl FnOnce(CudaError) -> Stopped {
-        move |error| Stopped { blocks, error: error.into() }
+        move |error| Stopped { blocks, begun: blocks > 0, error: error.into() }
     }
 }
 
@@ -149,14 +151,17 @@ impl Launch<'_> {
                 run.bytes,
             )?;
         }
+        // Copies run in any order, so that no block is known to have moved if the driver stops in the middle.
+        let stopped =
+            |(done, error): (usize, CudaError)| Stopped { blocks: 0, begun: done > 0, error: error.into() };
         if !self.stream.is_legacy() {
-            return Ok(copies.enqueue(self.cx, self.stream, flight)?);
+            return copies.enqueue_counted(self.cx, self.stream, flight).map_err(stopped);
         }
         // The driver refuses its batch call on the legacy stream: a stream of ours takes it, between two events.
         let ours = self.device.stream(self.strategy, self.ordered);
         self.follow(ours, self.stream)?;
         // Landing on the legacy stream waits for ours.
-        Ok(copies.enqueue(self.cx, ours, flight)?)
+        copies.enqueue_counted(self.cx, ours, flight).map_err(stopped)
     }
 
     /// Makes one stream wait for all that is on another.
@@ -190,7 +195,7 @@ impl Launch<'_> {
         }
         let mut done = 0;
         with_pairs(self.plan, |pairs| self.groups(&staged, pairs, (first, last), &mut done, flight))
-            .map_err(|error| Stopped { blocks: done, error })?;
+            .map_err(|error| Stopped { blocks: done, begun: done > 0, error })?;
         // Landing there waits for the other stream as well.
         Ok(if self.foreign { self.stream } else { last })
     }
@@ -222,7 +227,7 @@ impl Launch<'_> {
             let copies = self.hop(staged, slot, group, up)?;
             let enqueued: std::result::Result<Arc<Event>, CudaError> = (|| {
                 if up {
-                    copies.enqueue(self.cx, first, flight)?;
+                    copies.enqueue_at_once(self.cx, first, flight)?;
                 } else {
                     kernel.launch(self.cx, first, &slots, self.ctas(kernel), flight)?;
                 }
@@ -230,7 +235,7 @@ impl Launch<'_> {
                 if up {
                     kernel.launch(self.cx, second, &slots, self.ctas(kernel), flight)?;
                 } else {
-                    copies.enqueue(self.cx, second, flight)?;
+                    copies.enqueue_at_once(self.cx, second, flight)?;
                 }
                 self.mark(second)
             })();

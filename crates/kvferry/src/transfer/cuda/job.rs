@@ -4,7 +4,9 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
-use kvferry_cuda::{BadId, BadIdReport, ContextGuard, CudaError, Event, Flight, Gpu, StreamHandle};
+use kvferry_cuda::{
+    BadId, BadIdReport, ContextGuard, CudaError, Event, Flight, FreeLater, Gpu, StreamHandle,
+};
 use kvferry_layout::CopyPlan;
 
 use super::expect::Expected;
@@ -24,6 +26,8 @@ const SPIN: Duration = Duration::from_micros(50);
 /// the cost model expects, and asks from then on: for so long beyond it, or for this share of the expected time.
 const ALERT: Duration = Duration::from_micros(80);
 const ALERT_SHARE: u32 = 8;
+/// Longest that anybody asks without pause, or sleeps on nothing but a forecast.
+const LONG: Duration = Duration::from_millis(1);
 
 /// Where a job stands.
 enum State {
@@ -200,21 +204,23 @@ impl CudaJob {
 
     /// Asks for a short while, and again when the end is near, asleep in between; true if the job has ended.
     pub(crate) fn watch(self: &Arc<Self>, deadline: Option<Instant>) -> bool {
-        let now = Instant::now();
-        if self.ask_until(now + SPIN, deadline) {
+        if self.ask_until(Instant::now() + SPIN, deadline) {
             return true;
         }
-        let Some(expected) = self.expected.get() else { return false };
-        let alert = ALERT + expected.takes / ALERT_SHARE;
-        let (Some(from), Some(to)) = (expected.end.checked_sub(alert), expected.end.checked_add(alert))
-        else {
-            return false;
-        };
+        let Some((from, to)) = self.near_end() else { return false };
         let from = deadline.map_or(from, |deadline| deadline.min(from));
-        if from > Instant::now() {
+        if from > Instant::now() + LONG {
+            // A wrong forecast could cost much: the lane sleeps in the driver meanwhile.
             self.attend();
         }
         self.completion.wait_until(from) || self.ask_until(to, deadline)
+    }
+
+    /// When asking is worth it.
+    fn near_end(&self) -> Option<(Instant, Instant)> {
+        let expected = self.expected.get()?;
+        let alert = ALERT + expected.takes / ALERT_SHARE;
+        Some((expected.end.checked_sub(alert)?, expected.end.checked_add(alert)?))
     }
 
     fn ask_until(self: &Arc<Self>, until: Instant, deadline: Option<Instant>) -> bool {
@@ -230,8 +236,12 @@ impl CudaJob {
 
     /// Sleeps until the device is through with the job, and ends it. For a lane's thread.
     pub(super) fn serve(self: &Arc<Self>) {
-        // Somebody is to be called: that is worth asking for.
-        if self.completion.awaited() && self.watch(None) {
+        // Somebody is to be called: that is worth asking for, if it will not take long. Nobody else may be asking, so this
+        // thread must not sleep on a forecast.
+        if self.completion.awaited()
+            && let Some((_, to)) = self.near_end()
+            && self.ask_until(to.min(Instant::now() + LONG), None)
+        {
             return;
         }
         if let Some(event) = self.event() {
@@ -252,6 +262,8 @@ impl CudaJob {
     fn end(&self, outcome: std::result::Result<(), CudaError>) {
         let State::Flying(flight) = std::mem::replace(&mut *lock(&self.state), State::Ended) else { return };
         let Some(account) = lock(&self.account).take() else { return };
+        // Whoever asks after a job, or tells of its end, must not wait for the device to free its memory.
+        let _later = FreeLater::enter();
         // This may drop the last owner of foreign memory, whose code is not ours; the job ends all the same.
         if catch_unwind(AssertUnwindSafe(|| drop(flight))).is_err() {
             tracing::error!("the owner of a layout's memory panicked when dropped");

@@ -23,6 +23,9 @@ pub(crate) struct Lowered {
     staged: Mutex<Option<Arc<Staged>>>,
 }
 
+/// Most blocks of a staged group.
+const MOST_BLOCKS: u32 = 1 << 20;
+
 /// The two hops of a copy through the device ring.
 pub(crate) struct Staged {
     pub(crate) stage: Arc<DeviceStage>,
@@ -92,7 +95,7 @@ impl Lowered {
         let stage = device.stage()?;
         let up = strategy == TransferStrategy::CudaAsyncH2D;
         let host = if up { Side::Source } else { Side::Destination };
-        let group = (stage.slot(0).len() / pair.block_bytes()).clamp(1, u64::from(u32::MAX));
+        let group = (stage.slot(0).len() / pair.block_bytes()).clamp(1, u64::from(MOST_BLOCKS));
         let (first, second) = pair.through_stage(host, group)?;
         let (hop, inner) = if up { (first, second) } else { (second, first) };
         let ring = |slot: usize| std::slice::from_ref(stage.slot(slot));
@@ -102,12 +105,15 @@ impl Lowered {
             let (src, dst) = if up { (ring(slot), &self.dst[..]) } else { (&self.src[..], ring(slot)) };
             StridedCopy::new(&device.gpu, &shape, src, dst)
         };
-        let kernels = (0..SLOTS).map(kernel).collect::<std::result::Result<_, _>>()?;
+        let kernels = (0..SLOTS).map(kernel).collect::<std::result::Result<Vec<_>, _>>()?;
+        // Ids of a group go into the kernel's parameters.
+        let fits = kernels.first().map_or(1, |kernel: &Arc<StridedCopy>| kernel.inline_pairs());
+        let group = (group as usize).min(fits).max(1);
         let sides = |slot: usize| {
             if up { BatchSides::new(&self.src, ring(slot)) } else { BatchSides::new(ring(slot), &self.dst) }
         };
         let sides = (0..SLOTS).map(sides).collect();
-        let made = Arc::new(Staged { stage, hop, sides, kernels, group: group as usize });
+        let made = Arc::new(Staged { stage, hop, sides, kernels, group });
         Ok(staged.insert(made).clone())
     }
 }

@@ -232,8 +232,8 @@ impl CudaSubmission {
             (None, _) => engine.by_kernel(&mut flight),
         };
         let mut refused = None;
-        if let Err(Stopped { blocks: done, error }) = outcome {
-            if done == 0 {
+        if let Err(Stopped { blocks: done, begun, error }) = outcome {
+            if !begun {
                 // What little may be on a stream, such as a list of ids, is waited for elsewhere.
                 flight.drop_later();
                 return Err(error);
