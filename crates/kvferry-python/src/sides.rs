@@ -32,7 +32,8 @@ fn plainly_host(blocks: &Bound<'_, PyAny>) -> bool {
     blocks.is_instance_of::<PyList>()
         || blocks.is_instance_of::<PyTuple>()
         || blocks.is_instance_of::<PyRange>()
-        || has_buffer(blocks)
+        // CuPy's arrays have a buffer for memory that the CPU can address, and say no when asked for it.
+        || (has_buffer(blocks) && !blocks.hasattr("__cuda_array_interface__").unwrap_or(false))
 }
 
 impl Ids {

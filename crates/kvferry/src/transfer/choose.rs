@@ -122,7 +122,7 @@ impl GpuAsked {
         GpuAsked {
             model: Arc::new(CostModel::h200()),
             sm_count: 132,
-            stage_slot: 15 << 20,
+            stage_slot: 13 << 20,
             bounce_slot: 3 << 20,
             kernel_only: None,
             held_up: false,

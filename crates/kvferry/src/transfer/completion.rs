@@ -124,9 +124,9 @@ impl Completion {
         self.event.wait(None);
     }
 
-    /// Sleeps until the job has ended, at most until `at`; true if it has.
-    pub(super) fn wait_until(&self, at: Instant) -> bool {
-        self.event.wait(Some(at.saturating_duration_since(Instant::now())))
+    /// Sleeps until the job has ended, at most for `limit`; true if it has.
+    pub(super) fn wait_for(&self, limit: Duration) -> bool {
+        self.event.wait(Some(limit))
     }
 
     /// Whether somebody wants to be called at the end.

@@ -30,8 +30,9 @@ pub(super) fn default_threads() -> usize {
 
 /// Most layout pairs whose plans a context keeps.
 const MAX_PREPARED: usize = 256;
-/// Device memory that a context may take beyond its layouts, unless told otherwise.
-const STAGING_BYTES: u64 = 64 << 20;
+/// Device memory that a context may take beyond its layouts, unless told otherwise: with what the driver takes for kernels
+/// and streams, 64 MiB.
+const STAGING_BYTES: u64 = 54 << 20;
 /// Pinned memory that a context may take beyond its layouts, unless told otherwise.
 const PINNED_BYTES: u64 = 16 << 20;
 /// Least of either: below, the ring for long id lists has no room for a chunk.
@@ -111,7 +112,7 @@ impl TransferContextBuilder {
     }
 
     /// Most device memory the context takes beyond its layouts, per GPU: the ring of the staged engine, and copies of
-    /// long id lists. At least 1 MiB; default 64 MiB.
+    /// long id lists. At least 1 MiB; default 54 MiB.
     #[must_use]
     pub const fn staging_bytes(mut self, bytes: u64) -> Self {
         self.staging_bytes = Some(bytes);

@@ -7,7 +7,7 @@ use kvferry_cuda::StreamHandle;
 use kvferry_layout::{Axis, CopyPlan};
 
 use super::choose::{Choice, HostMode};
-use super::completion::{Completion, Ended, TransferCompleteNotification, TransferResult};
+use super::completion::{Completion, Ended, Pending, TransferCompleteNotification, TransferResult};
 use super::cuda::{Bounce, Cuda, CudaDevice, CudaSubmission, DeviceIdPair, marker, refused};
 use super::host::{HostJob, Split, TASK_BYTES, Work};
 use super::layers::gather;
@@ -61,6 +61,16 @@ impl Submission<'_> {
     ) -> Result<TransferCompleteNotification> {
         let pool = &self.route.context.pool;
         let threads = self.choice.engine == Engine::Bounce;
+        let free = self.route.options.after.is_empty() && self.after.is_empty() && self.ahead.is_none();
+        if plan.blocks() == 0 && self.ids.is_none() && free && self.route.options.stream.is_none() {
+            // Nothing to do and nothing to wait for.
+            let result = self.blank(&plan);
+            pool.admit(1, false)?;
+            let completion = Completion::new(self.tag());
+            pool.leave(&completion);
+            completion.finish(Ok(result), || pool.left());
+            return Ok(TransferCompleteNotification::new(completion, Pending::Parts));
+        }
         if !self.route.options.per_layer {
             pool.admit(1, threads)?;
             let tag = self.tag();
@@ -238,19 +248,24 @@ impl Submission<'_> {
         Ok(layers)
     }
 
+    /// The result of having moved nothing yet.
+    fn blank(&self, plan: &CopyPlan) -> TransferResult {
+        TransferResult {
+            bytes: 0,
+            blocks: plan.blocks().into(),
+            seconds: 0.0,
+            engine: self.choice.engine,
+            strategy: self.route.strategy,
+        }
+    }
+
     /// One handle for the jobs of all layers, lowest first.
     fn gather(
         &self,
         plan: &CopyPlan,
         parts: Vec<TransferCompleteNotification>,
     ) -> TransferCompleteNotification {
-        let blank = TransferResult {
-            bytes: 0,
-            blocks: plan.blocks().into(),
-            seconds: 0.0,
-            engine: self.choice.engine,
-            strategy: self.route.strategy,
-        };
+        let blank = self.blank(plan);
         let first = plan.pair().src().range(Axis::Layer).start;
         gather(first, parts, blank, self.submitted, self.tag())
     }

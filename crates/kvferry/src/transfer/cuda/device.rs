@@ -8,6 +8,7 @@ use kvferry_cuda::{CudaError, Gpu, PairRing, Stream, StreamHandle};
 
 use super::expect::{Expected, Forecast};
 use super::lanes::Lanes;
+use super::reports::Reports;
 use super::stage::{DeviceStage, PinnedStage};
 use crate::calibrate::CostModel;
 use crate::error::{Error, Result};
@@ -76,6 +77,7 @@ pub(crate) struct CudaDevice {
     /// Kernels between the ring and the layouts.
     scatter: Turn,
     pub(crate) pairs: Arc<PairRing>,
+    pub(crate) reports: Arc<Reports>,
     limits: Limits,
     stage: Mutex<Option<Arc<DeviceStage>>>,
     bounce: Mutex<Option<Arc<PinnedStage>>>,
@@ -90,6 +92,7 @@ impl CudaDevice {
         let model = model.unwrap_or_else(|| Arc::new(CostModel::of_gpu(gpu.info())));
         let turn = || Turn::new(&gpu);
         let (h2d, d2h, d2d, scatter) = (turn()?, turn()?, turn()?, turn()?);
+        let reports = Reports::new(&gpu)?;
         // All of it now: allocating may wait for the device, which a submission must not.
         let pairs = PairRing::new(&gpu, CHUNK_PAIRS, limits.chunks(), limits.chunks())?;
         Ok(Arc::new(CudaDevice {
@@ -99,6 +102,7 @@ impl CudaDevice {
             d2d,
             scatter,
             pairs,
+            reports,
             limits,
             stage: Mutex::new(None),
             bounce: Mutex::new(None),

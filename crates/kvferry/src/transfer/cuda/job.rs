@@ -4,13 +4,12 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
-use kvferry_cuda::{
-    BadId, BadIdReport, ContextGuard, CudaError, Event, Flight, FreeLater, Gpu, StreamHandle,
-};
+use kvferry_cuda::{BadId, ContextGuard, CudaError, Event, Flight, FreeLater, Gpu, StreamHandle};
 use kvferry_layout::CopyPlan;
 
 use super::expect::Expected;
 use super::lanes::Lanes;
+use super::reports::ReportLease;
 use super::submit::destinations;
 use crate::error::Result;
 use crate::transfer::completion::{
@@ -28,6 +27,10 @@ const ALERT: Duration = Duration::from_micros(80);
 const ALERT_SHARE: u32 = 8;
 /// Longest that anybody asks without pause, or sleeps on nothing but a forecast.
 const LONG: Duration = Duration::from_millis(1);
+/// What a launch takes of the driver's queue beside its ids.
+const LAUNCH_BYTES: usize = 4 << 10;
+/// Id pairs that fit into a kernel's parameters.
+const MOST_INLINE: usize = 4 << 10;
 
 /// Where a job stands.
 enum State {
@@ -48,7 +51,7 @@ pub(crate) struct Account {
     /// How many of them were put on a stream before the driver refused, and why it did.
     pub(crate) refused: Option<(u32, String)>,
     /// Where the kernel tells of an id out of range, if it read ids on the device.
-    pub(crate) report: Option<Arc<BadIdReport>>,
+    pub(crate) report: Option<ReportLease>,
     /// Jobs whose failure is this one's: GPU jobs that are before this one on the device.
     pub(crate) follows: Vec<TransferCompleteNotification>,
     /// When the end is expected, by the cost model.
@@ -109,6 +112,14 @@ impl CudaJob {
         if self.completion.awaited() {
             lanes.attend(*index);
         }
+    }
+
+    /// Bytes of parameters that its launches hold in the driver's queue, roughly.
+    pub(super) fn weight(&self) -> usize {
+        lock(&self.account).as_ref().map_or(0, |account| {
+            let pairs = account.plan.blocks() as usize;
+            LAUNCH_BYTES + 8 * pairs.min(MOST_INLINE)
+        })
     }
 
     /// Somebody is to hear of the end without asking.
@@ -209,11 +220,18 @@ impl CudaJob {
         }
         let Some((from, to)) = self.near_end() else { return false };
         let from = deadline.map_or(from, |deadline| deadline.min(from));
-        if from > Instant::now() + LONG {
-            // A wrong forecast could cost much: the lane sleeps in the driver meanwhile.
-            self.attend();
+        // The forecast may be too late: a look after each quarter of what is left. A lane that slept in the driver
+        // meanwhile would wake up just when the next job is submitted, and get in its way.
+        loop {
+            let left = from.saturating_duration_since(Instant::now());
+            if left < SPIN {
+                break;
+            }
+            if self.completion.wait_for(left / 4) || self.poll() {
+                return true;
+            }
         }
-        self.completion.wait_until(from) || self.ask_until(to, deadline)
+        self.ask_until(to, deadline)
     }
 
     /// When asking is worth it.
@@ -286,7 +304,7 @@ impl CudaJob {
             Err(failed(format!("{FOLLOWED}{cause}"), 0))
         } else if let Some((done, reason)) = refused {
             Err(failed(reason, done))
-        } else if let Some(bad) = report.and_then(|report| report.take()) {
+        } else if let Some(bad) = report.and_then(|lease| lease.report().take()) {
             let BadId { side, index, value, limit } = bad;
             let reason =
                 format!("{side} id {value} at index {index} is out of range: it must be below {limit}");

@@ -8,6 +8,7 @@ mod expect;
 mod job;
 mod lanes;
 mod lower;
+mod reports;
 mod stage;
 mod submit;
 

@@ -75,11 +75,14 @@ impl CudaSubmission {
                 }
             },
         };
+        let lane = self.cuda.lanes.reserve(stream)?;
+        if !capturing {
+            self.cuda.lanes.make_room(lane)?;
+        }
         let held = self.order(&cx, stream, capturing)?;
         if capturing {
             return self.capture(&cx, stream);
         }
-        let lane = self.cuda.lanes.reserve(stream)?;
         let lane = (self.cuda.lanes.clone(), lane);
         let job = CudaJob::held(gpu.clone(), completion, self.submitted, self.pool.clone(), lane);
         let handle = TransferCompleteNotification::of_cuda(job.clone());
@@ -222,8 +225,8 @@ impl CudaSubmission {
         let mut report = None;
         let mut end = stream;
         let outcome = match (&self.ids, self.choice.engine) {
-            (Some(ids), _) => BadIdReport::new(&self.device.gpu).map_err(Stopped::from).and_then(|told| {
-                engine.by_device_ids((&ids.src, &ids.dst), &told, &mut flight)?;
+            (Some(ids), _) => self.device.reports.lend().map_err(Stopped::from).and_then(|told| {
+                engine.by_device_ids((&ids.src, &ids.dst), told.report(), &mut flight)?;
                 report = Some(told);
                 Ok(())
             }),
