@@ -6,10 +6,16 @@ import os
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from driver import SIMULATED
 from hypothesis import HealthCheck, settings
 from support import REQUIRE_GPU, gpu_reason
 
 import kvferry as kf
+
+# Held streams must not hold up others that share a hardware queue with them. Read when CUDA starts.
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+# Holds let go by themselves (driver.Hold); a simulated GPU that gives up before would fail all later tests.
+os.environ.setdefault("KVFERRY_FAKE_HOLD_MS", "60000")
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator
@@ -28,6 +34,15 @@ def needed_gpus(item: pytest.Item) -> int:
     if item.get_closest_marker("multigpu") is not None:
         return 2
     return 1 if item.get_closest_marker("gpu") is not None else 0
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out what only a simulated GPU can serve: on a real one, a skip would be a failure."""
+    if SIMULATED:
+        return
+    gone = [item for item in items if item.get_closest_marker("simulated") is not None]
+    config.hook.pytest_deselected(items=gone)
+    items[:] = [item for item in items if item not in gone]
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -58,4 +73,18 @@ def ctx() -> Iterator[kf.TransferContext]:
 def lazy() -> Iterator[kf.TransferContext]:
     """One copy thread: jobs queue up behind one another."""
     with kf.TransferContext(threads=1) as context:
+        yield context
+
+
+@pytest.fixture
+def gpu() -> Iterator[kf.TransferContext]:
+    """A context of the first GPU."""
+    with kf.TransferContext(0, threads=2) as context:
+        yield context
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[kf.TransferContext]:
+    """One context of the first GPU for a whole module: for tests that leave nothing behind in it."""
+    with kf.TransferContext(0, threads=2) as context:
         yield context

@@ -168,7 +168,7 @@ def large(mib: int = 64) -> tuple[kf.PhysicalLayout, kf.PhysicalLayout, list[int
     return src, dst, list(range(mib))
 
 
-def python(code: str, *flags: str, timeout: float = 60, **env: str) -> subprocess.CompletedProcess[str]:
+def python(code: str, *flags: str, timeout: float = 60, **env: Any) -> subprocess.CompletedProcess[str]:
     """Runs code in a fresh interpreter."""
     return subprocess.run(
         [sys.executable, *flags, "-c", textwrap.dedent(code)],
@@ -180,8 +180,15 @@ def python(code: str, *flags: str, timeout: float = 60, **env: str) -> subproces
     )
 
 
-def succeeds(code: str, *flags: str, timeout: float = 60, **env: str) -> str:
+def with_tests() -> dict[str, Any]:
+    """Environment in which a fresh interpreter finds the modules beside this one too."""
+    here = os.path.dirname(os.path.abspath(__file__))
+    return {"PYTHONPATH": os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))}
+
+
+def succeeds(code: str, *flags: str, timeout: float = 60, **env: Any) -> str:
     """Runs code in a fresh interpreter, which must end well and say nothing on stderr; its output."""
-    done = python(code, *flags, timeout=timeout, **env)
+    # From 3.12 on os.fork() warns in a process with threads, which is what these tests are about.
+    done = python(code, *flags, timeout=timeout, **{"PYTHONWARNINGS": "ignore::DeprecationWarning", **env})
     assert (done.returncode, done.stderr) == (0, ""), f"exit {done.returncode}\n{done.stderr}"
     return done.stdout

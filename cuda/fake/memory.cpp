@@ -20,7 +20,7 @@ struct Pieces {
 };
 
 struct Usage {
-  std::atomic<u64> bytes[64];
+  std::atomic<u64> bytes[64] = {};
 };
 
 u64 reserve(u64 bytes) {

@@ -18,6 +18,7 @@ import os
 
 from kvferry import _async as _async  # loaded now, not inside the first await
 from kvferry._core import (
+    HostRegistration,
     LayoutConfig,
     Memory,
     PhysicalLayout,
@@ -28,14 +29,18 @@ from kvferry._core import (
     TransferPlan,
     TransferResult,
     build_info,
+    calibrate,
     describe,
     device,
     devices,
     enable_logging,
+    memcpy_batch,
     pinned,
     plan,
+    register_host,
     system,
     usable_cpus,
+    vectorized_copy,
 )
 from kvferry._errors import (
     BlockIdError,
@@ -71,6 +76,7 @@ __all__ = [
     "ForkError",
     "GuardError",
     "HostMemoryError",
+    "HostRegistration",
     "LayoutConfig",
     "LayoutError",
     "Memory",
@@ -89,12 +95,16 @@ __all__ = [
     "WaitTimeout",
     "__version__",
     "build_info",
+    "calibrate",
     "describe",
     "device",
     "devices",
     "enable_logging",
+    "memcpy_batch",
     "pinned",
     "plan",
+    "register_host",
     "system",
     "usable_cpus",
+    "vectorized_copy",
 ]

@@ -5,6 +5,7 @@ from typing import Any, Literal, Self, TypeAlias, TypedDict, final
 from kvferry._errors import TransferError
 
 __all__ = [
+    "HostRegistration",
     "LayoutConfig",
     "Memory",
     "Notifier",
@@ -16,27 +17,40 @@ __all__ = [
     "TransferPlan",
     "TransferResult",
     "build_info",
+    "calibrate",
+    "clear_driver_faults",
     "describe",
     "device",
     "devices",
     "enable_logging",
+    "inject_driver_fault",
+    "memcpy_batch",
     "pinned",
     "plan",
+    "register_host",
+    "settle_memory",
     "system",
     "usable_cpus",
+    "vectorized_copy",
 ]
 
 _Order: TypeAlias = Literal["NHD", "HND", "universal"]
-_Engine: TypeAlias = Literal["auto", "host", "batch", "kernel", "staged", "disk", "remote"]
+_Engine: TypeAlias = Literal["auto", "host", "batch", "kernel", "staged", "bounce", "disk", "remote"]
 _Strategy: TypeAlias = Literal["memcpy", "h2d", "d2h", "d2d", "p2p"]
-# A sequence of integers or any one-dimensional integer buffer (array.array, NumPy, memoryview).
+# A sequence of integers, any one-dimensional integer buffer (array.array, NumPy, memoryview), or a CUDA array
+# of int32 or int64.
 _Ids: TypeAlias = Any
+# A CUDA stream: its handle (0 and 1: the legacy default stream, 2: the thread's own), a stream of torch or
+# CuPy, or any object with __cuda_stream__.
+_Stream: TypeAlias = Any
+# A list of numbers or any integer buffer.
+_Words: TypeAlias = Any
 # A name, a torch dtype or a NumPy dtype.
 _Dtype: TypeAlias = Any
 # One array, a list or tuple of them or of (K, V) pairs, or a mapping whose values are either.
 _Tensors: TypeAlias = Any
-# Jobs that must end first.
-_After: TypeAlias = Transfer | list[Transfer] | tuple[Transfer, ...]
+# What must come first: transfers, CUDA streams, CUDA events of torch, CuPy or cuda-python, or a list of them.
+_After: TypeAlias = Any
 
 class _BuildInfo(TypedDict):
     version: str
@@ -60,6 +74,33 @@ class _Run(TypedDict):
     dst_region: int
     dst_offset: int
     bytes: int
+
+@final
+class HostRegistration:
+    """Host memory that GPUs can address until close(). Made by register_host(); a context manager."""
+
+    @property
+    def addr(self) -> int:
+        """Address of its first byte."""
+    @property
+    def nbytes(self) -> int:
+        """Its length in bytes."""
+    @property
+    def closed(self) -> bool:
+        """Whether close() has been called."""
+    def close(self) -> None:
+        """Gives it up, without waiting: when no job in flight needs it, a thread unregisters the memory.
+
+        Layouts of the memory cannot be transferred to or from a GPU then. May be called again.
+        """
+    def __enter__(self) -> Self: ...
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        tb: TracebackType | None,
+        /,
+    ) -> None: ...
 
 @final
 class LayoutConfig:
@@ -291,12 +332,15 @@ class PhysicalLayout:
     def numpy(self) -> Any:
         """NumPy views of `regions`, one array if there is one region, else a list. Host memory only."""
     def fill(self, value: int) -> None:
-        """Sets every byte (0 to 255) of every region, padding included."""
+        """Sets every byte (0 to 255) of every region, padding included.
+
+        As with the checks below, wait for transfers first, and for what others have put on CUDA streams.
+        """
     def checksum(self, blocks: _Ids | None = None, layers: range | None = None) -> list[int]:
         """One 64-bit sum per block, in the order of `blocks` (default: all), over `layers` (default: all).
 
         It depends on contents only, not on block id, order, layout or memory; sums of disjoint layers or head
-        shards add up modulo 2**64. Host memory only.
+        shards add up modulo 2**64.
         """
     def fill_pattern(self, seed: int, blocks: _Ids | None = None) -> None:
         """Writes reproducible bytes that differ by seed, block, layer, outer, token and global head.
@@ -340,7 +384,7 @@ class TransferResult:
         """Time from submission to the last byte."""
     @property
     def engine(self) -> str:
-        """The engine that moved them, such as "host"."""
+        """The engine that moved them: "host", "kernel", "batch", "staged" or "bounce"."""
     @property
     def direction(self) -> str:
         """One of "memcpy", "h2d", "d2h", "d2d" and "p2p"."""
@@ -361,7 +405,18 @@ class Transfer:
         """Waits for the end, of one layer if `layer` is given, without the GIL; Ctrl-C interrupts.
 
         timeout: seconds, None for no limit; WaitTimeout when they are over, and the transfer goes on.
-        TransferError if it failed, OptionError as done().
+        TransferError if it failed, OptionError as done(), Unsupported if it was captured.
+        """
+    def wait_on(self, stream: _Stream, *, layer: int | None = None) -> None:
+        """Lets what is put on `stream` from now on wait for it, or for one layer of it; returns at once.
+
+        Unsupported for a transfer that host threads take part in or that was captured; OptionError as done().
+        """
+    @property
+    def captured(self) -> bool:
+        """Whether a CUDA graph has taken it: it runs whenever that is launched, and this handle never ends.
+
+        What would wait for it, or for its result, is Unsupported.
         """
     def result(self) -> TransferResult:
         """What it did, without waiting: Busy while it runs, TransferError if it failed."""
@@ -428,16 +483,22 @@ class TransferContext:
 
     def __new__(
         cls,
-        device: int | Literal["cpu"] | None = None,
+        device: int | str | None = None,
         *,
         threads: int | None = None,
         ordered: bool = False,
+        staging_bytes: int | None = None,
+        pinned_bytes: int | None = None,
     ) -> Self:
-        """device: None or "cpu" moves host memory; a GPU ordinal is Unsupported in this build.
+        """device: a GPU's ordinal or such as "cuda:0"; None or "cpu" for host memory only.
 
+        A GPU's kernels are loaded here: CudaError without a GPU, or with a driver below 580. It copies to and
+        from memory of that GPU, and within host memory.
         threads: copy threads, 1 to 1024 (default: the usable CPUs, at most 16); they start with the first job
         that needs them. ordered: jobs in the same direction run one after the other, in order of submission;
         by default nothing orders them.
+        staging_bytes, pinned_bytes: most GPU memory (default 54 MiB) and pinned memory (default 16 MiB) that
+        it takes beside the layouts, from 1 MiB up.
         """
     def transfer(
         self,
@@ -448,7 +509,7 @@ class TransferContext:
         *,
         layers: range | None = None,
         heads: range | None = None,
-        stream: Any | None = None,
+        stream: _Stream | None = None,
         after: _After | None = None,
         engine: _Engine = "auto",
         num_sms: int | None = None,
@@ -460,15 +521,20 @@ class TransferContext:
         """Copies src_blocks[i] of `src` to dst_blocks[i] of `dst`. Checks everything, submits, and returns.
 
         Wrong input moves nothing: BlockIdError, DuplicateBlockError, OverlapError, LayoutError, OptionError
-        or Unsupported.
+        or Unsupported. Ids in GPU memory are read and checked there: a bad one is skipped and fails the job;
+        that no destination is given twice is then your promise.
         layers: a range, default all. heads: a range of global numbers, default all that both sides hold.
-        after: jobs that must end first; this one fails if one of them does.
+        stream: run on this CUDA stream, after what was put there before and before what comes later. It may
+        be capturing a graph (see Transfer.captured). By default a stream of the context's, after the current
+        streams of torch and CuPy where the memory is theirs (the calling thread's: others pass after=).
+        after: transfers, CUDA streams and events that must come first; it fails if one of the transfers does.
         per_layer: copy from the lowest layer up, so that done() and wait() can be asked for one layer.
         tag: any object; completed() reports the end of this job with it (default None: not reported).
         transform: "forbid" raises LayoutError where the order of a block's axes would change.
         strategy: the direction you expect; OptionError if it is another.
-        engine: "auto" chooses; one that cannot do this transfer is Unsupported. stream, num_sms: CUDA stream
-        and number of multiprocessors of a GPU transfer, Unsupported for host memory.
+        engine: "auto" chooses by measured speed; one that cannot do this transfer is Unsupported.
+        num_sms: most multiprocessors that a copy kernel takes (default: what the link needs).
+        Busy where too many long id lists wait behind a stream that does not move.
         """
     def plan(
         self,
@@ -479,7 +545,7 @@ class TransferContext:
         *,
         layers: range | None = None,
         heads: range | None = None,
-        stream: Any | None = None,
+        stream: _Stream | None = None,
         after: _After | None = None,
         engine: _Engine = "auto",
         num_sms: int | None = None,
@@ -494,7 +560,7 @@ class TransferContext:
         *,
         layers: range | None = None,
         heads: range | None = None,
-        stream: Any | None = None,
+        stream: _Stream | None = None,
         after: _After | None = None,
         engine: _Engine = "auto",
         num_sms: int | None = None,
@@ -506,6 +572,9 @@ class TransferContext:
 
         `after` holds for every transfer of the route.
         """
+    @property
+    def device(self) -> int | None:
+        """Ordinal of its GPU; None in a context for host memory."""
     @property
     def threads(self) -> int:
         """Copy threads."""
@@ -544,8 +613,11 @@ def system(
     allocating (about 0.2 s per GiB) and not at first use.
     """
 
-def pinned() -> Memory:
-    """Page-locked host memory that GPUs can address; allocating raises CudaError where there is no driver."""
+def pinned(*, device: int | None = None) -> Memory:
+    """Page-locked host memory that every GPU can address; allocating raises CudaError without a driver.
+
+    device: the GPU through whose context it is allocated (default: the thread's current one, else 0).
+    """
 
 def device(ordinal: int) -> Memory:
     """Memory of the GPU `ordinal`; OptionError for a number that no GPU can have."""
@@ -580,6 +652,66 @@ def plan(
 
     src_memory, dst_memory: where they would lie, default system(). Other options as in
     TransferContext.transfer().
+    """
+
+def register_host(array: Any, *, device: int | None = None) -> HostRegistration:
+    """Registers the memory of a contiguous host array with CUDA: layouts wrapped from then on are pinned.
+
+    Slow, as it pins every page; the array is kept alive. Memory inside a registered range shares it.
+    OptionError for a range that is registered in part; CudaError where the driver refuses.
+    device: the GPU through whose context (default: the thread's current one, else 0); every GPU can use it.
+    """
+
+def memcpy_batch(
+    src_ptrs: _Words,
+    dst_ptrs: _Words,
+    sizes: _Words,
+    *,
+    stream: _Stream,
+    mode: Literal[
+        "batched_with_fallback", "fallback_only", "batch_without_fallback"
+    ] = "batched_with_fallback",
+) -> Literal["batched", "per_copy", "nothing"]:
+    """Puts copies of sizes[i] bytes from address src_ptrs[i] to dst_ptrs[i] on `stream`; returns how.
+
+    The memory must stay valid until the stream is past the copies; nothing checks it. The copies are not
+    ordered among themselves. One driver call, or one per copy if the driver has no batch copy or the stream
+    is capturing (Unsupported without fallback). Other refusals are CudaErrors in every mode.
+    """
+
+def vectorized_copy(
+    src_ptrs: Any,
+    dst_ptrs: Any,
+    nbytes: int,
+    *,
+    stream: _Stream,
+    num_sms: int | None = None,
+) -> None:
+    """Copies `nbytes` from each address in src_ptrs to the one in dst_ptrs by a kernel on `stream`.
+
+    Both tables are contiguous arrays of 64-bit integers in GPU or pinned memory, read when the kernel runs;
+    they and the memory they name must stay valid until then. Any alignment. May be captured.
+    """
+
+def calibrate(
+    device: int = 0, *, peer: int | None = None, force: bool = False, show: bool = False
+) -> dict[str, Any]:
+    """Measures for some seconds how fast each engine is on a GPU, saves it for later contexts, returns it.
+
+    Best on an idle machine. Unsupported if a constant is over twice off the shipped ones, unless `force`.
+    peer: another GPU, to measure copies between the two. show: measure nothing, return what is in force.
+    """
+
+def inject_driver_fault(call: str, nth: int, code: int) -> None:
+    """Lets the nth call of a driver function from now on fail with `code`. Use testing.driver_fault()."""
+
+def clear_driver_faults() -> int:
+    """Takes all faults back; how many had not happened."""
+
+def settle_memory() -> bool:
+    """Waits, at most ten seconds, until all memory dropped so far is the driver's again; whether it is.
+
+    A thread of the library frees GPU and pinned memory, between transfers: freeing waits for the device.
     """
 
 def build_info() -> _BuildInfo:

@@ -8,6 +8,8 @@
     assert dst.checksum([0, 1]) == src.checksum([3, 5])
 
 The checks themselves are methods of `PhysicalLayout` and also serve self-checks in production.
+
+`driver_fault` lets a call of the CUDA driver fail, to see what your code makes of it.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from __future__ import annotations
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from kvferry._core import clear_driver_faults, inject_driver_fault, settle_memory
 from kvferry._errors import GuardError
 
 if TYPE_CHECKING:
@@ -22,7 +25,7 @@ if TYPE_CHECKING:
 
     from kvferry._core import PhysicalLayout
 
-__all__ = ["guard"]
+__all__ = ["DriverFault", "driver_fault", "guard", "settle_memory"]
 
 
 @contextmanager
@@ -47,3 +50,26 @@ def guard(layout: PhysicalLayout, except_blocks: Any = (), *, value: int | None 
         if old != new:
             message = f"block {block} has changed"
             raise GuardError(message, region=None, offset=None, block=block, expected=None, found=None)
+
+
+class DriverFault:
+    """A fault that `driver_fault` has planted."""
+
+    happened: bool | None = None
+    """Whether the call was made and failed; None until the block has ended."""
+
+
+@contextmanager
+def driver_fault(call: str, nth: int = 1, code: int = 2) -> Iterator[DriverFault]:
+    """Let the `nth` call of a CUDA driver function inside the block fail, in whatever thread it happens.
+
+    The driver never sees the call, so nothing on the GPU breaks. Only kvferry's own calls count.
+    call: the name that errors show, such as "cuLaunchKernel". code: the driver's number of the error, 2 being
+    CUDA_ERROR_OUT_OF_MEMORY. One fault at a time: the end of a block takes all back.
+    """
+    fault = DriverFault()
+    inject_driver_fault(call, nth, code)
+    try:
+        yield fault
+    finally:
+        fault.happened = clear_driver_faults() == 0

@@ -46,7 +46,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("tiny")
 def test_the_command_and_its_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, lines = tmp_path / "out.json", tmp_path / "out.csv"
-    command = ["bench", "transfer", "--quick", "--bytes", "2M", "--threads", "1"]
+    command = ["bench", "transfer", "--device", "cpu", "--quick", "--bytes", "2M", "--threads", "1"]
     assert main([*command, "--json", str(out), "--csv", str(lines)]) == 0
     printed = capsys.readouterr()
     assert printed.err == ""
@@ -73,7 +73,7 @@ def test_the_command_and_its_files(tmp_path: Path, capsys: pytest.CaptureFixture
 def test_a_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     out = tmp_path / "out.png"
-    assert main(["bench", "transfer", "--quick", "--bytes", "2M", "--png", str(out)]) == 0
+    assert main(["bench", "transfer", "--device", "cpu", "--quick", "--bytes", "2M", "--png", str(out)]) == 0
     assert out.read_bytes().startswith(b"\x89PNG")
 
 
@@ -83,7 +83,7 @@ def test_wrong_bytes_fail_the_command(
 ) -> None:
     wrong = measure.Check(checked_bytes=8, wrong_words=1, stray_words=0)
     monkeypatch.setattr(measure, "check", lambda *_: wrong)
-    assert main(["bench", "transfer", "--quick", "--bytes", "2M"]) == 1
+    assert main(["bench", "transfer", "--device", "cpu", "--quick", "--bytes", "2M"]) == 1
     printed = capsys.readouterr().out
     assert printed.count("  WRONG\n") == 2
     assert "WRONG BYTES: FC-LW, 4 KiB runs, 2 MiB; FC-universal" in printed
@@ -92,7 +92,7 @@ def test_wrong_bytes_fail_the_command(
 @pytest.mark.usefixtures("tiny")
 def test_progress_on_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    assert main(["bench", "transfer", "--quick", "--bytes", "2M"]) == 0
+    assert main(["bench", "transfer", "--device", "cpu", "--quick", "--bytes", "2M"]) == 0
     err = capsys.readouterr().err
     assert "[1/2] FC-LW, 4 KiB runs, 2 MiB" in err
     assert err.endswith("\r\033[K")

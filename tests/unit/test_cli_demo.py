@@ -30,7 +30,7 @@ LLAMA_8B, LLAMA_70B, _, DEEPSEEK, ODD = GEOMETRIES
 
 
 def run_json(capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, dict[str, Any]]:
-    code = main(["demo", "--json", "--blocks", str(BLOCKS), *options])
+    code = main(["demo", "--json", "--device", "cpu", "--blocks", str(BLOCKS), *options])
     report: dict[str, Any] = json.loads(capsys.readouterr().out)
     return code, report
 
@@ -152,7 +152,7 @@ def test_a_wrong_byte_in_the_pool_is_named_on_the_screen(
 
     # The last of an odd number of bring-backs leaves the pool wrong and the cache right.
     after(monkeypatch, "bring_back_step", damage)
-    assert main(["demo", "--blocks", str(BLOCKS)]) == 1
+    assert main(["demo", "--device", "cpu", "--blocks", str(BLOCKS)]) == 1
     screen = " ".join(capsys.readouterr().out.split())
     at = slots[0]
     assert "DIFFERENCES FOUND" in screen
@@ -219,12 +219,12 @@ def test_a_mistake_let_through_fails_the_demo(
 ) -> None:
     refusal = Refusal("ctx.transfer(...)", "", "", "not refused", {})
     monkeypatch.setattr(_job, "_make_mistake", lambda *_: refusal)
-    assert main(["demo", "--blocks", "1"]) == 1
+    assert main(["demo", "--device", "cpu", "--blocks", "1"]) == 1
     assert "NOT REFUSED" in capsys.readouterr().out
 
 
 def test_the_screen_is_plain_and_narrow(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["demo", "--blocks", str(BLOCKS)]) == 0
+    assert main(["demo", "--device", "cpu", "--blocks", str(BLOCKS)]) == 0
     screen = capsys.readouterr().out
     lines = screen.splitlines()
     assert lines[0] == OPENING
@@ -232,7 +232,7 @@ def test_the_screen_is_plain_and_narrow(capsys: pytest.CaptureFixture[str]) -> N
     assert screen.isascii()
     assert "\033" not in screen
     assert screen.count("every byte same") == screen.count("guards intact") == len(GEOMETRIES)
-    for line in _job.THE_CODE:
+    for line in _job.the_code(None):
         assert f"  {line}\n" in screen
 
 
@@ -267,7 +267,7 @@ def test_the_four_lines_run() -> None:
     for tensor in tensors:
         tensor[:, 4] += 100
     with kf.TransferContext() as ctx:
-        exec("\n".join(_job.THE_CODE), names | {"ctx": ctx})
+        exec("\n".join(_job.the_code(None)), names | {"ctx": ctx})
     for layer, tensor in enumerate(tensors):
         assert (tensor[:, 3] == layer).all()
         assert (tensor[:, 5] == layer + 100).all()
@@ -321,7 +321,10 @@ def test_placements_leave_guards_and_never_reuse_a_slot() -> None:
     assert at.cache_guards and at.pool_guards
 
 
-@pytest.mark.parametrize("options", [[], ["nothing"], ["demo", "--blocks", "0"], ["demo", "--blocks", "x"]])
+@pytest.mark.parametrize(
+    "options",
+    [[], ["nothing"], ["demo", "--blocks", "0"], ["demo", "--blocks", "x"], ["demo", "--device", "gpu"]],
+)
 def test_wrong_usage_is_refused(capsys: pytest.CaptureFixture[str], options: list[str]) -> None:
     with pytest.raises(SystemExit) as refused:
         main(options)

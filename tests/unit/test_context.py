@@ -12,13 +12,27 @@ import kvferry as kf
 class TestContext:
     def test_devices_and_threads(self) -> None:
         for device in (None, "cpu"):
-            with kf.TransferContext(device) as ctx:  # type: ignore[arg-type,unused-ignore]
+            with kf.TransferContext(device) as ctx:
                 assert 1 <= ctx.threads <= 16
+                assert ctx.device is None
         with kf.TransferContext(threads=3) as ctx:
             assert ctx.threads == 3
             assert repr(ctx) == "TransferContext(host, 3 threads, 0 in flight)"
         bad: Any
-        for bad in ("gpu", "cuda:0", "", -1, 1.5, 1 << 32, 1 << 200, [], b"cpu"):
+        for bad in (
+            "gpu",
+            "cuda:",
+            "cuda:-1",
+            "cuda:x",
+            "CUDA:0",
+            "",
+            -1,
+            1.5,
+            1 << 32,
+            1 << 200,
+            [],
+            b"cpu",
+        ):
             with pytest.raises(kf.OptionError, match="device must be"):
                 kf.TransferContext(bad)
         for bad in (0, -1, 1025, 1 << 70):

@@ -124,8 +124,14 @@ def test_a_plan_needs_no_memory() -> None:
     assert "a run ends after 128 bytes" in plan.explain()
     with pytest.raises(kf.BlockIdError):
         kf.plan(source, target, [1 << 24], [0])
-    with pytest.raises(kf.Unsupported, match="h2d"):
-        kf.plan(source, target, [0], [0], dst_memory=kf.device(0))
+    for memory, engines in ((kf.system(), ["bounce"]), (kf.pinned(), ["kernel", "batch", "staged"])):
+        plan = kf.plan(source, target, [0], [0], src_memory=memory, dst_memory=kf.device(0))
+        assert plan.engine in engines
+        explained = plan.explain()
+        assert "direction h2d" in explained and "us" in explained
+        assert all(name in explained for name in ("host", "kernel", "batch", "staged", "bounce"))
+    with pytest.raises(kf.Unsupported, match="engine host"):
+        kf.plan(source, target, [0], [0], dst_memory=kf.device(0), engine="host")
     with pytest.raises(kf.OptionError, match="block_dim"):
         kf.describe("split_kv", config(), block_dim="block_first")
     with pytest.raises(kf.OptionError, match="kind"):

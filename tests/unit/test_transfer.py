@@ -227,22 +227,32 @@ class TestCompatibility:
     def test_gpu_options_are_refused_by_name(self, ctx: kf.TransferContext) -> None:
         source, target, _ = pair()
         options: dict[str, Any]
-        for options in ({"stream": 0}, {"stream": object()}, {"num_sms": 4}, {"num_sms": 0}):
+        for options, error in (
+            ({"stream": 0}, kf.Unsupported),
+            ({"stream": 1 << 40}, kf.Unsupported),
+            ({"num_sms": 4}, kf.Unsupported),
+            ({"stream": object()}, kf.OptionError),
+            ({"stream": True}, kf.OptionError),
+            ({"stream": -1}, kf.OptionError),
+            ({"num_sms": 0}, kf.OptionError),
+        ):
             for call in (
                 lambda: ctx.transfer(source.layout, target.layout, [0], [0], **options),  # noqa: B023
                 lambda: ctx.plan(source.layout, target.layout, [0], [0], **options),  # noqa: B023
-                lambda: ctx.route(source.layout, target.layout, **options),  # noqa: B023
+                lambda: ctx.route(source.layout, target.layout, **options)([0], [0]),  # noqa: B023
             ):
-                with pytest.raises(kf.Unsupported, match=f"{next(iter(options))}="):
+                with pytest.raises(error, match=next(iter(options))):
                     call()
+        with pytest.raises(kf.Unsupported, match="GPU"):
+            ctx.transfer(source.layout, target.layout, [0], [0], after=1)
         bad: Any
-        for bad, error in [
+        for bad, kind in [
             (-1, kf.OptionError),
             (1 << 90, kf.OptionError),
             ("4", TypeError),
             (1.0, TypeError),
         ]:
-            with pytest.raises(error, match="num_sms"):
+            with pytest.raises(kind, match="num_sms"):
                 ctx.transfer(source.layout, target.layout, [0], [0], num_sms=bad)
 
     def test_arguments_have_types(self, ctx: kf.TransferContext) -> None:

@@ -99,7 +99,7 @@ class TestWaiting:
         with kf.TransferContext() as other:
             other.transfer(source.layout, target.layout, [2], [2], after=done).wait(60)
         target.check(expected([0, 1, 2], [0, 1, 2]))
-        for options in (3, "x", [3], [None], {done}, iter([done]), object()):
+        for options in ("x", [True], [None], [[done]], {done}, iter([done]), object()):
             with pytest.raises(kf.OptionError, match="after"):
                 ctx.transfer(source.layout, target.layout, [3], [3], after=options)
 

@@ -8,6 +8,7 @@
 use std::cell::Cell;
 use std::collections::VecDeque;
 use std::marker::PhantomData;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -78,6 +79,45 @@ pub(crate) fn run_where_waiting_is_fine(task: impl FnOnce() + Send + 'static) {
     task();
 }
 
+/// Flights with work on a stream.
+static FLYING: AtomicUsize = AtomicUsize::new(0);
+/// How long a free waits for a moment without flights.
+const QUIET: Duration = Duration::from_secs(1);
+/// How often it looks.
+const LOOK: Duration = Duration::from_millis(2);
+/// Somebody needs the memory now.
+static URGENT: AtomicUsize = AtomicUsize::new(0);
+
+/// Counts a flight while this lives.
+#[derive(Debug)]
+pub(crate) struct Flying(());
+
+impl Flying {
+    /// It has work on a stream.
+    pub(crate) fn new() -> Flying {
+        FLYING.fetch_add(1, Ordering::Relaxed);
+        Flying(())
+    }
+}
+
+impl Drop for Flying {
+    fn drop(&mut self) {
+        FLYING.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+/// A driver that waits in a free lets no other thread of the process launch (seen on an H200): a free behind a stream that
+/// somebody holds would stop the transfers of everybody. So frees take place between transfers, or after a while.
+fn wait_for_quiet() {
+    let deadline = Instant::now() + QUIET;
+    while FLYING.load(Ordering::Relaxed) > 0
+        && URGENT.load(Ordering::Relaxed) == 0
+        && Instant::now() < deadline
+    {
+        std::thread::sleep(LOOK);
+    }
+}
+
 /// Runs `task` on the thread, after all that was handed over before. Calls no driver function itself. In a forked child
 /// nothing runs: the driver's objects are the parent's.
 pub(crate) fn run_later(task: impl FnOnce() + Send + 'static) {
@@ -107,20 +147,25 @@ fn serve() {
     let _relaxed = RelaxedCapture::enter();
     let mut held = state();
     loop {
-        let Some(task) = held.as_mut().and_then(|state| state.tasks.pop_front()) else {
+        let tasks = held.as_mut().map(|state| std::mem::take(&mut state.tasks)).unwrap_or_default();
+        if tasks.is_empty() {
             held = WORK.wait(held).unwrap_or_else(PoisonError::into_inner);
             continue;
-        };
+        }
         drop(held);
-        // The owners of a graph's memory may be anybody's code.
-        if std::panic::catch_unwind(std::panic::AssertUnwindSafe(task)).is_err() {
-            tracing::error!("the owner of a graph's memory panicked when dropped");
+        // Once for all that has come together.
+        wait_for_quiet();
+        for task in tasks {
+            // The owners of a graph's memory may be anybody's code.
+            if std::panic::catch_unwind(std::panic::AssertUnwindSafe(task)).is_err() {
+                tracing::error!("the owner of a graph's memory panicked when dropped");
+            }
+            if let Some(state) = state().as_mut() {
+                state.open -= 1;
+            }
+            DONE.notify_all();
         }
         held = state();
-        if let Some(state) = held.as_mut() {
-            state.open -= 1;
-        }
-        DONE.notify_all();
     }
 }
 
@@ -131,6 +176,13 @@ pub fn drain_deferred() -> bool {
         return false;
     }
     let deadline = Instant::now() + PATIENCE;
+    URGENT.fetch_add(1, Ordering::Relaxed);
+    let done = wait_until_empty(deadline);
+    URGENT.fetch_sub(1, Ordering::Relaxed);
+    done
+}
+
+fn wait_until_empty(deadline: Instant) -> bool {
     let mut held = state();
     while held.as_ref().is_some_and(|state| state.open > 0) {
         let left = deadline.saturating_duration_since(Instant::now());
@@ -145,7 +197,6 @@ pub fn drain_deferred() -> bool {
 #[cfg(test)]
 mod tests {
     use std::sync::Arc;
-    use std::sync::atomic::{AtomicUsize, Ordering};
 
     use super::*;
 

@@ -10,7 +10,7 @@ use kvferry_host::Owner;
 
 use crate::capture::RelaxedCapture;
 use crate::context::ContextGuard;
-use crate::deferred;
+use crate::deferred::{self, Flying};
 use crate::error::{CudaError, Result};
 use crate::gpu::{Capture, Event, Gpu, StreamHandle};
 use crate::raw::{self, CUstream};
@@ -35,6 +35,8 @@ pub struct Flight {
     landed: bool,
     /// The event was seen done.
     finished: AtomicBool,
+    /// While it carries something that no graph owns.
+    flying: Option<Flying>,
 }
 
 /// Owners, and the device whose kernels and events they were used with.
@@ -68,6 +70,7 @@ impl Flight {
             captured: false,
             landed: false,
             finished: AtomicBool::new(false),
+            flying: None,
         })
     }
 
@@ -117,6 +120,9 @@ impl Flight {
             self.streams.push(stream);
             handle
         };
+        if !self.captured {
+            self.flying.get_or_insert_with(Flying::new);
+        }
         self.landed = false;
         *self.finished.get_mut() = false;
         Ok(handle)

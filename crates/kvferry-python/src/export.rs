@@ -16,6 +16,7 @@ use crate::dlpack::{
     DlManagedTensorVersioned, DlTensor, FLOAT, FLOAT8_E4M3FN, FLOAT8_E5M2, INT, LEGACY, READ_ONLY, UINT,
     VERSIONED,
 };
+use crate::held::Held;
 
 /// Where DLPack says the memory lies.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -160,7 +161,7 @@ impl Export {
             strides: strides.as_ptr(),
             byte_offset: 0,
         };
-        let held = Held { _layout: layout, _shape: shape, _strides: strides };
+        let held = Needed { _layout: Held::new(layout), _shape: shape, _strides: strides };
         let context = NonNull::from(Box::leak(Box::new(held)));
         let mut managed = managed(tensor);
         *managed.context() = context.as_ptr().cast();
@@ -179,8 +180,8 @@ impl Export {
 }
 
 /// What a tensor needs for as long as it is in use. `shape` and `strides` of its `DLTensor` point into the boxes.
-struct Held {
-    _layout: Arc<PhysicalLayout>,
+struct Needed {
+    _layout: Held,
     _shape: Box<[i64]>,
     _strides: Box<[i64]>,
 }
@@ -188,7 +189,7 @@ struct Held {
 /// Consumers delete tensors on threads of their own.
 const _: fn() = || {
     fn on_any_thread<T: Send>() {}
-    on_any_thread::<Held>();
+    on_any_thread::<Needed>();
 };
 
 /// The two structs of `dlpack.h` that a capsule can hold.
@@ -225,9 +226,9 @@ unsafe extern "C" fn delete<M: Managed>(managed: *mut M) {
     // SAFETY: `capsule` leaked this very box as an M, and by our contract this is its only deletion: the box is ours,
     // whichever thread we are on.
     let mut managed = unsafe { Box::from_raw(managed) };
-    let context = managed.context().cast::<Held>();
-    // SAFETY: `capsule` put a leaked Box<Held> there, consumers leave `manager_ctx` alone (dlpack.h), and this is the
-    // only deletion. Held is Send (asserted above): dropping it here is right on any thread. A Python object that the
+    let context = managed.context().cast::<Needed>();
+    // SAFETY: `capsule` put a leaked Box<Needed> there, consumers leave `manager_ctx` alone (dlpack.h), and this is the
+    // only deletion. Needed is Send (asserted above): dropping it here is right on any thread. A Python object that the
     // layout borrows from is left to PyO3's reference pool, that is to the next call into kvferry, on threads that are not
     // known to hold the GIL.
     drop(unsafe { Box::from_raw(context) });

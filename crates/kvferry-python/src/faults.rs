@@ -23,6 +23,13 @@ pub(crate) fn inject_driver_fault(
     Ok(())
 }
 
+/// Waits until the memory of everything dropped so far has been given back to the driver, at most ten seconds; whether it
+/// has.
+#[pyfunction]
+pub(crate) fn settle_memory(py: Python<'_>) -> bool {
+    py.detach(kvferry::cuda::drain_deferred)
+}
+
 /// Takes all faults back; how many had not happened.
 #[pyfunction]
 pub(crate) fn clear_driver_faults() -> usize {

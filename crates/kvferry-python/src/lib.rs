@@ -10,6 +10,7 @@ mod dlpack;
 mod errors;
 mod export;
 mod faults;
+mod held;
 mod ids;
 mod info;
 mod layout;
@@ -39,7 +40,7 @@ mod _core {
     #[pymodule_export]
     use crate::descriptor::{describe, plan};
     #[pymodule_export]
-    use crate::faults::{clear_driver_faults, inject_driver_fault};
+    use crate::faults::{clear_driver_faults, inject_driver_fault, settle_memory};
     #[pymodule_export]
     use crate::info::{build_info, devices, enable_logging, usable_cpus};
     #[pymodule_export]

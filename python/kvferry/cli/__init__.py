@@ -12,7 +12,7 @@ import sys
 from typing import TYPE_CHECKING, Protocol
 
 import kvferry
-from kvferry.cli import bench, demo, doctor, explain
+from kvferry.cli import bench, calibrate, demo, doctor, explain
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,7 +32,13 @@ class Command(Protocol):
         """Does the work and returns the exit code: 0 good, 1 found wrong, 2 could not be run."""
 
 
-COMMANDS: dict[str, Command] = {"demo": demo, "doctor": doctor, "explain": explain, "bench": bench}
+COMMANDS: dict[str, Command] = {
+    "demo": demo,
+    "doctor": doctor,
+    "explain": explain,
+    "bench": bench,
+    "calibrate": calibrate,
+}
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -35,6 +35,18 @@ class Geometry:
         """Whether K and V are separate tensors."""
         return self.outer > 1 and "outer" not in self.axes.split()
 
+    @property
+    def order(self) -> Literal["NHD", "HND"]:
+        """Whether tokens or heads are further out."""
+        axes = self.axes.split()
+        heads_first = "head" in axes and axes.index("head") < axes.index("page")
+        return "HND" if heads_first else "NHD"
+
+    @property
+    def block_dim(self) -> Literal["block_first", "outer_first"]:
+        """Which is further out in a layer's tensor: blocks, or K and V."""
+        return "outer_first" if self.axes.startswith("outer") else "block_first"
+
     def pool_config(self, num_blocks: int) -> kf.LayoutConfig:
         """The whole model's configuration."""
         sizes: dict[str, int] = {"num_heads": self.heads, "head_dim": self.head_dim}

@@ -18,13 +18,22 @@ MOVES = 5
 """Moves each way. The last goes into freshly poisoned slots and is the one verified."""
 
 _FIRST = GEOMETRIES[0]
-THE_CODE = (
-    f'cache = kf.PhysicalLayout.from_tensors(tensors, axes="{_FIRST.axes}", config=config)',
-    f'pool = kf.PhysicalLayout.fully_contiguous(pool_config, kf.system(), order="{_FIRST.pool_order}")',
-    "ctx.transfer(cache, pool, source, slots).wait()",
-    "ctx.transfer(pool, cache, slots, back).wait()",
-)
-"""What `run` does for the first geometry; a test runs these lines."""
+
+
+def the_code(device: int | None) -> tuple[str, ...]:
+    """What `run` does for the first geometry; a test runs these lines."""
+    if device is None:
+        cache = f'from_tensors(tensors, axes="{_FIRST.axes}", config=config)'
+    else:
+        cache = f'layer_separate(config, kf.device({device}), block_dim="{_FIRST.block_dim}")'
+    memory = "kf.system()" if device is None else "kf.pinned()"
+    return (
+        f"cache = kf.PhysicalLayout.{cache}",
+        f'pool = kf.PhysicalLayout.fully_contiguous(pool_config, {memory}, order="{_FIRST.pool_order}")',
+        "ctx.transfer(cache, pool, source, slots).wait()",
+        "ctx.transfer(pool, cache, slots, back).wait()",
+    )
+
 
 _POOL_AXES: dict[Order, str] = {
     "NHD": "block layer outer page head dim",
@@ -35,13 +44,18 @@ _PLANE_AXES = ("block", "page", "head", "dim")
 
 
 def run(ctx: kf.TransferContext, geometry: Geometry, *, blocks: int, seed: int, mistake: bool) -> Outcome:
-    """Runs one geometry and verifies it; with `mistake`, first makes one on purpose."""
+    """Runs one geometry and verifies it; with `mistake`, first makes one on purpose.
+
+    In a context with a GPU the cache lies there, filled from and read back into the arrays, and the pool is
+    pinned.
+    """
     key = f"{seed}/{geometry.name}"
     at = Placement.scattered(blocks, key)
     config, pool_config = geometry.cache_config(at.cache_blocks), geometry.pool_config(at.pool_blocks)
     tensors, cache_store = _allocate(geometry, config)
-    cache = kf.PhysicalLayout.from_tensors(tensors, axes=geometry.axes, config=config)
-    pool = kf.PhysicalLayout.fully_contiguous(pool_config, kf.system(), order=geometry.pool_order)
+    arrays = kf.PhysicalLayout.from_tensors(tensors, axes=geometry.axes, config=config)
+    memory = kf.system() if ctx.device is None else kf.pinned()
+    pool = kf.PhysicalLayout.fully_contiguous(pool_config, memory, order=geometry.pool_order)
     pool_store = _look_into(pool, geometry.pool_order)
     poison(pool_store, list(range(at.pool_blocks)))
 
@@ -56,15 +70,30 @@ def run(ctx: kf.TransferContext, geometry: Geometry, *, blocks: int, seed: int, 
         head_dim=config.head_dim,
     )
     fill(cache_store, truth, at.source)
+    cache = arrays if ctx.device is None else _on_gpu(geometry, config, ctx.device)
+
+    def upload(slots: list[int]) -> None:
+        if cache is not arrays:
+            ctx.transfer(arrays, cache, slots, slots).wait()
+
+    everywhere = list(range(at.cache_blocks))
+    upload(everywhere)
+
+    def clear_back() -> None:
+        poison(cache_store, at.back)
+        upload(at.back)
 
     plan = ctx.plan(cache, pool, at.source, at.pool)
     offload = _move(lambda: offload_step(ctx, cache, pool, at), plan, lambda: poison(pool_store, at.pool))
     bring_back = _move(
         lambda: bring_back_step(ctx, cache, pool, at),
         ctx.plan(pool, cache, at.pool, at.back),
-        lambda: poison(cache_store, at.back),
+        clear_back,
     )
     refusal = _make_mistake(ctx, cache, pool, at) if mistake else None
+    if cache is not arrays:
+        arrays.fill(0)  # whatever is right below came from the GPU
+        ctx.transfer(cache, arrays, everywhere, everywhere).wait()
     return Outcome(
         name=geometry.name,
         config=repr(config),
@@ -96,6 +125,16 @@ def bring_back_step(
 ) -> kf.TransferResult:
     """Moves them back, to other slots."""
     return ctx.transfer(pool, cache, at.pool, at.back).wait()
+
+
+def _on_gpu(geometry: Geometry, config: kf.LayoutConfig, device: int) -> kf.PhysicalLayout:
+    """The cache as the engine allocates it, in the GPU's memory."""
+    memory = kf.device(device)
+    if geometry.split:
+        return kf.PhysicalLayout.split_kv(config, memory)
+    return kf.PhysicalLayout.layer_separate(
+        config, memory, block_dim=geometry.block_dim, order=geometry.order
+    )
 
 
 def _allocate(geometry: Geometry, config: kf.LayoutConfig) -> tuple[list[Any], Store]:

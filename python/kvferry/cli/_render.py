@@ -37,9 +37,12 @@ class Screen:
         """Says what is about to happen, before anything else is done."""
         self._line(self._paint("1", OPENING))
 
-    def machine(self, machine: Machine, threads: int) -> None:
+    def machine(self, machine: Machine, threads: int, device: int | None, why_not: str) -> None:
         """What it runs on."""
-        gpus = ", ".join(machine.gpus) + "; this job runs in host memory" if machine.gpus else ""
+        where = f"the caches lie on GPU {device}, the pools in pinned memory"
+        if device is None:
+            where = f"this job runs in host memory ({why_not})"
+        gpus = f"{', '.join(machine.gpus)}; {where}" if machine.gpus else ""
         kernels = f"kernels not built (KVFERRY_CUDA={machine.cuda_mode})"
         if machine.archs:
             kernels = f"kernels for {', '.join(machine.archs)} (toolkit {machine.toolkit})"
@@ -53,9 +56,12 @@ class Screen:
         ):
             self._wrapped(line)
 
-    def table_head(self, moves: int) -> None:
+    def table_head(self, moves: int, device: int | None) -> None:
         """What the columns mean."""
-        self._heading("Caches as engines allocate them -> contiguous pool -> other slots of the cache")
+        where, pool = ("", "") if device is None else (" on the GPU", "pinned ")
+        self._heading(
+            f"Caches{where} as engines allocate them -> contiguous {pool}pool -> other slots of the cache"
+        )
         for line in (
             "Every element of source, pool and target is compared with a value recomputed from its "
             "coordinates, and every guard (blocks not named; in the TP4 pool also the other ranks' heads) "
@@ -97,9 +103,18 @@ class Screen:
             f"{outcome.pool_blocks} blocks; runs of {run} B"
         )
         self._line(self._paint("2", "    " + detail))
+        if outcome.offload.engine != "host":
+            engines = f"out by the {outcome.offload.engine} engine, back by {outcome.bring_back.engine}"
+            self._line(self._paint("2", "    " + engines))
 
     def closing(
-        self, outcomes: list[Outcome], code: Iterable[str], *, verified: bool, seconds: float
+        self,
+        outcomes: list[Outcome],
+        code: Iterable[str],
+        device: int | None,
+        *,
+        verified: bool,
+        seconds: float,
     ) -> None:
         """Why, what is refused, how to do it, what next."""
         first = outcomes[0]
@@ -118,7 +133,8 @@ class Screen:
                 self._wrapped("the guards above, that block among them, were compared after this")
             else:
                 self._line("  " + self._paint("31", "NOT REFUSED"))
-        self._heading("The four lines that did it, after import kvferry as kf; ctx = kf.TransferContext()")
+        made = f"kf.TransferContext({'' if device is None else device})"
+        self._heading(f"The four lines that did it, after import kvferry as kf; ctx = {made}")
         self._indented(code)
         self._heading("Next")
         self._indented(f"{command:<25}{what}" for command, what in NEXT_STEPS)

@@ -48,14 +48,16 @@ def pinned() -> Trial:
 
 
 def gpu(ordinal: int) -> Trial:
-    """Makes a small layout in a GPU's memory and moves one block of it to the host and back."""
+    """Moves a block into a GPU's memory and back to another place, and looks at what arrived."""
     try:
         config = _config()
         there = kf.PhysicalLayout.fully_contiguous(config, kf.device(ordinal))
         here = kf.PhysicalLayout.fully_contiguous(config, kf.pinned())
-        with kf.TransferContext(ordinal) as context:
+        here.fill_pattern(1, [0])
+        with kf.TransferContext(ordinal, threads=1) as context:
             context.transfer(here, there, [0], [1]).wait(timeout=30.0)
-            result = context.transfer(there, here, [1], [0]).wait(timeout=30.0)
+            result = context.transfer(there, here, [1], [1]).wait(timeout=30.0)
+        here.verify_pattern(1, [1], as_blocks=[0])
     except _FAILURES as error:
         return Trial(False, _first_line(error))
     return Trial(True, result.engine)

@@ -1,4 +1,4 @@
-"""`kvferry bench`: speeds on this machine beside plain memcpy and NumPy, every byte checked."""
+"""`kvferry bench`: speeds on this machine beside plain copies and what people use, every byte checked."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import kvferry as kf
-from kvferry.cli import _files, _host_facts, _machine
+from kvferry.cli import _bench_gpu, _files, _host_facts, _machine
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kvferry.bench.transfer import Options, Results
 
-SUMMARY = "measure transfers on this machine, beside plain memcpy and NumPy"
+SUMMARY = "measure transfers on this machine, beside plain memcpy and what people use today"
 PAIRS = ("FC-FC", "FC-LW", "LW-FC", "LW-LWouter", "NHD-HND", "FC-universal")
 MIN_BYTES = 2 << 20
 
@@ -27,29 +27,33 @@ MIN_BYTES = 2 << 20
 def configure(parser: argparse.ArgumentParser) -> None:
     """Adds one subcommand for each thing to measure."""
     subparsers = parser.add_subparsers(metavar="what", required=True)
-    summary = "transfers between layouts in host memory"
+    summary = "transfers between layouts: of GPUs if there are any, else in host memory"
     transfer = subparsers.add_parser("transfer", help=summary, description=summary)
     transfer.set_defaults(measure=_transfer)
     much = transfer.add_mutually_exclusive_group()
     much.add_argument(
-        "--quick", dest="selection", action="store_const", const="quick", help="a few seconds: 16 MiB only"
+        "--quick",
+        dest="selection",
+        action="store_const",
+        const="quick",
+        help="little: host payloads of 16 MiB, GPU cells of 1 and 8 blocks, one call each",
     )
     much.add_argument(
         "--full",
         dest="selection",
         action="store_const",
         const="full",
-        help="all runs and sizes: about 15 minutes",
+        help="everything: about 15 minutes on a host, 8 on a GPU",
     )
     transfer.set_defaults(selection="default")
     transfer.add_argument(
-        "--pair", action="append", choices=PAIRS, default=[], help="only this pair; may be given again"
+        "--pair", action="append", choices=PAIRS, default=[], help="host: only this pair; may be given again"
     )
     transfer.add_argument(
         "--bytes", type=_bytes, default=512 << 20, metavar="N", help="largest payload, as 512M (default)"
     )
     transfer.add_argument(
-        "--threads", type=_positive, metavar="N", help="copy threads (default: kvferry's own)"
+        "--threads", type=_positive, metavar="N", help="host: copy threads (default: kvferry's own)"
     )
     transfer.add_argument(
         "--seed", type=int, default=0, metavar="N", help="key of data and slots (default: 0)"
@@ -57,6 +61,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     transfer.add_argument("--json", type=Path, metavar="FILE", help="write everything, all samples too")
     transfer.add_argument("--csv", type=Path, metavar="FILE", help="write a line for each contender and cell")
     transfer.add_argument("--png", type=Path, metavar="FILE", help="write a plot; needs matplotlib")
+    _bench_gpu.configure(transfer)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -71,9 +76,12 @@ def _transfer(arguments: argparse.Namespace) -> int:
     if refusal:
         print(f"kvferry bench: {refusal}", file=sys.stderr)
         return 2
+    machine = _describe()
+    device = _bench_gpu.ordinal(arguments)
+    if device is not None:
+        return _bench_gpu.run(arguments, device, machine)
     from kvferry.bench import report, transfer  # noqa: PLC0415 - they need NumPy
 
-    machine = _describe()
     options: Options = transfer.Options(
         selection=arguments.selection,
         payload_bytes=arguments.bytes,
@@ -121,7 +129,7 @@ def _refusal(arguments: argparse.Namespace) -> str:
         return "needs NumPy: pip install numpy"
     if arguments.png and importlib.util.find_spec("matplotlib") is None:
         return "--png needs matplotlib: pip install matplotlib"
-    for path in (arguments.json, arguments.csv, arguments.png):
+    for path in (arguments.json, arguments.csv, arguments.png, arguments.md):
         if path and not (path.parent.is_dir() and os.access(path.parent, os.W_OK)):
             return f"cannot write {path}: {path.parent} is no folder to write to"
     return ""

@@ -27,6 +27,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--blocks", type=_positive, metavar="N", help="blocks to move in each geometry (default: 24 to 50 MB)"
     )
     parser.add_argument(
+        "--device",
+        type=_device,
+        default="auto",
+        metavar="N",
+        help="GPU that holds the caches, or cpu for host memory (default: GPU 0 if there is one)",
+    )
+    parser.add_argument(
         "--seed", type=int, default=0, metavar="N", help="key of the data and of the slots (default: 0)"
     )
 
@@ -47,10 +54,16 @@ def run(arguments: argparse.Namespace) -> int:
     machine = _machine.look()
     outcomes: list[Outcome] = []
     try:
-        with kf.TransferContext() as ctx:
+        ctx, why_not = _context(arguments.device, machine)
+    except (kf.CudaError, kf.Unsupported) as error:
+        print(f"kvferry demo cannot use GPU {arguments.device}: {error}", file=sys.stderr)
+        return 2
+    try:
+        with ctx:
+            device = ctx.device
             if screen:
-                screen.machine(machine, ctx.threads)
-                screen.table_head(_job.MOVES)
+                screen.machine(machine, ctx.threads, device, why_not)
+                screen.table_head(_job.MOVES, device)
             for number, geometry in enumerate(GEOMETRIES):
                 blocks = arguments.blocks or geometry.blocks
                 outcome = _job.run(ctx, geometry, blocks=blocks, seed=arguments.seed, mistake=number == 0)
@@ -63,10 +76,23 @@ def run(arguments: argparse.Namespace) -> int:
     verified = all(outcome.good for outcome in outcomes)
     seconds = time.monotonic() - start
     if screen:
-        screen.closing(outcomes, _job.THE_CODE, verified=verified, seconds=seconds)
+        screen.closing(outcomes, _job.the_code(device), device, verified=verified, seconds=seconds)
     else:
-        print(json.dumps(_as_json(machine, outcomes, arguments.seed, verified, seconds), indent=2))
+        report = {"device": device, **_as_json(machine, outcomes, arguments.seed, verified, seconds)}
+        print(json.dumps(report, indent=2))
     return 0 if verified else 1
+
+
+def _context(device: int | str, machine: _machine.Machine) -> tuple[kf.TransferContext, str]:
+    """A context on the GPU asked for, or on the first that works; and why a GPU that is here is not used."""
+    if device == "cpu" or (device == "auto" and not machine.gpus):
+        return kf.TransferContext(), "not asked for" if machine.gpus else ""
+    if device != "auto":
+        return kf.TransferContext(device), ""
+    try:
+        return kf.TransferContext(0), ""
+    except (kf.CudaError, kf.Unsupported) as error:
+        return kf.TransferContext(), str(error).partition(" (")[0]
 
 
 def _as_json(
@@ -95,6 +121,14 @@ def _as_json(
 
 def _leg(leg: Leg) -> dict[str, Any]:
     return {**dataclasses.asdict(leg), "gb_per_s_median": leg.gb_per_s}
+
+
+def _device(text: str) -> int | str:
+    if text in ("cpu", "auto"):
+        return text
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is neither the number of a GPU nor cpu")
+    return int(text)
 
 
 def _positive(text: str) -> int:

@@ -9,6 +9,9 @@ use crate::transfer::{Engine, TransferStrategy};
 /// Version of the saved form.
 pub const MODEL_VERSION: u32 = 1;
 
+/// Share of the copy engine's rate that is left when it works group by group.
+const BETWEEN_GROUPS: f64 = 0.98;
+
 /// Speed of one engine in one direction.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Curve {
@@ -86,54 +89,59 @@ impl CostModel {
             version: MODEL_VERSION,
             source: "shipped defaults (H200)".to_owned(),
             h2d: Direction {
-                kernel: Curve::of(13.0, &[(64, 40.0), (128, 50.0), (2 * K, 51.0), (4 * M, 51.0)]),
+                kernel: Curve::of(19.0, &[(64, 40.0), (128, 50.0), (2 * K, 51.0), (4 * M, 51.1)]),
                 batch: Curve::of(
-                    8.0,
+                    15.0,
                     &[
-                        (4 * K, 2.1),
-                        (16 * K, 4.2),
-                        (32 * K, 20.0),
-                        (64 * K, 29.0),
-                        (128 * K, 38.0),
-                        (256 * K, 45.0),
-                        (512 * K, 50.0),
-                        (2 * M, 54.4),
+                        (4 * K, 4.6),
+                        (16 * K, 11.8),
+                        (32 * K, 30.5),
+                        (64 * K, 46.5),
+                        (128 * K, 51.0),
+                        (512 * K, 54.5),
+                        (2 * M, 54.9),
                         (16 * M, 55.2),
                     ],
                 ),
-                staged_overhead_us: 24.0,
+                staged_overhead_us: 28.0,
                 ctas: 4,
             },
             d2h: Direction {
-                kernel: Curve::of(11.0, &[(16, 48.0), (128, 52.0), (4 * M, 52.3)]),
+                kernel: Curve::of(19.0, &[(16, 48.0), (128, 52.0), (4 * M, 52.3)]),
                 batch: Curve::of(
-                    8.0,
+                    15.0,
                     &[
-                        (4 * K, 3.8),
-                        (16 * K, 12.5),
-                        (32 * K, 21.0),
-                        (64 * K, 31.0),
-                        (128 * K, 39.0),
-                        (256 * K, 46.0),
-                        (512 * K, 50.0),
-                        (2 * M, 54.4),
+                        (4 * K, 5.0),
+                        (16 * K, 20.0),
+                        (32 * K, 30.0),
+                        (64 * K, 43.0),
+                        (128 * K, 49.0),
+                        (512 * K, 54.2),
+                        (2 * M, 54.8),
                         (16 * M, 55.0),
                     ],
                 ),
-                staged_overhead_us: 24.0,
+                staged_overhead_us: 30.0,
                 ctas: 4,
             },
             d2d: Direction {
                 kernel: Curve::of(
-                    11.0,
-                    &[(16, 1250.0), (64, 1500.0), (256, 1800.0), (2 * K, 1830.0), (64 * K, 1920.0)],
+                    17.0,
+                    &[
+                        (16, 1250.0),
+                        (64, 1500.0),
+                        (256, 1700.0),
+                        (2 * K, 1750.0),
+                        (64 * K, 1800.0),
+                        (M, 1850.0),
+                    ],
                 ),
                 batch: Curve::of(
-                    8.0,
-                    &[(4 * K, 1.2), (16 * K, 4.5), (64 * K, 17.0), (M, 280.0), (2 * M, 550.0)],
+                    13.0,
+                    &[(4 * K, 1.2), (16 * K, 4.5), (64 * K, 17.0), (512 * K, 148.0), (2 * M, 540.0)],
                 ),
                 staged_overhead_us: 0.0,
-                ctas: 264,
+                ctas: 528,
             },
             p2p: Direction {
                 kernel: Curve::of(17.0, &[(128, 300.0), (4 * K, 360.0), (64 * K, 369.0)]),
@@ -167,8 +175,8 @@ impl CostModel {
             Engine::Kernel => Some(direction.kernel.seconds(work.bytes, work.run)),
             Engine::Batch => Some(direction.batch.seconds(work.bytes, work.run)),
             Engine::Staged => {
-                // All but the last group's kernel hides behind the copies.
-                let copies = work.bytes as f64 / direction.batch.rate(work.hop_run);
+                // All but the last group's kernel hides behind the copies, which pause between groups.
+                let copies = work.bytes as f64 / (direction.batch.rate(work.hop_run) * BETWEEN_GROUPS);
                 let tail = work.bytes.min(work.group) as f64 / self.d2d.kernel.rate(work.run);
                 Some(direction.staged_overhead_us * 1e-6 + copies + tail)
             }

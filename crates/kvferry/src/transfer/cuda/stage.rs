@@ -39,7 +39,10 @@ impl DeviceStage {
     pub(super) fn new(gpu: &Gpu, bytes: u64) -> Result<DeviceStage> {
         let slot = Self::slot_bytes_of(bytes);
         let len = usize::try_from(slot * SLOTS as u64).unwrap_or(usize::MAX);
-        let whole = DeviceRegion::of_buffer(Arc::new(DeviceBuffer::new(len, gpu.ordinal())?));
+        let whole = DeviceBuffer::new(len, gpu.ordinal())?;
+        // Whatever was there is nobody's business, and tools that watch for reads of it know a fill, not a batch copy.
+        whole.memset(0, len, 0)?;
+        let whole = DeviceRegion::of_buffer(Arc::new(whole));
         let slots = (0..SLOTS as u64).filter_map(|index| whole.part(index * slot, slot));
         let slots = slots.map(|region| GpuMemory::of_device(&region)).collect();
         let turn = DeviceTurn { next: 0, last_use: Default::default(), foreign: [false; SLOTS] };
