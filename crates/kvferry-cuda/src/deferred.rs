@@ -1,13 +1,11 @@
 //! One thread that lets go of what may not be let go of where it is dropped.
 //!
 //! Freeing device or pinned memory waits for all work of the device, also for a kernel that spins until the very thread
-//! that frees does something (seen on an H200, driver 580: `cuMemFree`, `cuMemFreeHost`). Whoever drops a buffer may
-//! wait, as with any other library; a submission, a poll, or a thread that tells of ends may not: there a [`FreeLater`]
-//! is held, and buffers are handed to the thread here. A graph's destructor may call no driver function at all.
+//! that frees does something (seen on an H200, driver 580: `cuMemFree`, `cuMemFreeHost`), and in Python a buffer is
+//! dropped whenever the garbage collector comes by. A graph's destructor may call no driver function at all. So buffers
+//! and the cargo of graphs are handed to this thread, which may wait.
 
-use std::cell::Cell;
 use std::collections::VecDeque;
-use std::marker::PhantomData;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
@@ -41,42 +39,6 @@ fn forked() -> bool {
 
 fn state() -> MutexGuard<'static, Option<State>> {
     STATE.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-thread_local! {
-    static LATER: Cell<usize> = const { Cell::new(0) };
-}
-
-/// While this lives, memory dropped on this thread is given back by another one. Nests.
-#[derive(Debug)]
-pub struct FreeLater(PhantomData<*mut ()>);
-
-impl FreeLater {
-    /// Begins.
-    pub fn enter() -> FreeLater {
-        LATER.with(|depth| depth.set(depth.get() + 1));
-        FreeLater(PhantomData)
-    }
-}
-
-impl Drop for FreeLater {
-    fn drop(&mut self) {
-        LATER.with(|depth| depth.set(depth.get() - 1));
-    }
-}
-
-/// Runs `task`, which may wait for the device: here, unless this thread must not wait.
-pub(crate) fn run_where_waiting_is_fine(task: impl FnOnce() + Send + 'static) {
-    // A thread whose locals are gone is ending; it may wait.
-    if LATER.try_with(|depth| depth.get() > 0).unwrap_or(false) {
-        return run_later(task);
-    }
-    if forked() {
-        return std::mem::forget(task);
-    }
-    // Ours must not spoil a capture that another thread has begun.
-    let _relaxed = RelaxedCapture::enter();
-    task();
 }
 
 /// Flights with work on a stream.

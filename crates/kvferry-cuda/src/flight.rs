@@ -214,7 +214,9 @@ impl Flight {
 
     /// Drops the flight on the thread that may wait: for one that could not be landed, or that carries the rest of an
     /// operation that failed.
-    pub fn drop_later(self) {
+    pub fn drop_later(mut self) {
+        // It must not hold up the thread that is to wait for it.
+        self.flying = None;
         deferred::run_later(move || drop(self));
     }
 

@@ -48,7 +48,7 @@ pub use batch::{
 };
 pub use capture::RelaxedCapture;
 pub use context::{ContextGuard, PrimaryContext, current_device};
-pub use deferred::{FreeLater, drain_deferred};
+pub use deferred::drain_deferred;
 pub use device::{DeviceInfo, devices};
 pub use driver::{Driver, DriverVersion, KERNELS_NEED};
 pub use error::{CudaError, Result, Side};

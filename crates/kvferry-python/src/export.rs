@@ -16,7 +16,6 @@ use crate::dlpack::{
     DlManagedTensorVersioned, DlTensor, FLOAT, FLOAT8_E4M3FN, FLOAT8_E5M2, INT, LEGACY, READ_ONLY, UINT,
     VERSIONED,
 };
-use crate::held::Held;
 
 /// Where DLPack says the memory lies.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -161,7 +160,7 @@ impl Export {
             strides: strides.as_ptr(),
             byte_offset: 0,
         };
-        let held = Needed { _layout: Held::new(layout), _shape: shape, _strides: strides };
+        let held = Needed { _layout: layout, _shape: shape, _strides: strides };
         let context = NonNull::from(Box::leak(Box::new(held)));
         let mut managed = managed(tensor);
         *managed.context() = context.as_ptr().cast();
@@ -181,7 +180,7 @@ impl Export {
 
 /// What a tensor needs for as long as it is in use. `shape` and `strides` of its `DLTensor` point into the boxes.
 struct Needed {
-    _layout: Held,
+    _layout: Arc<kvferry::PhysicalLayout>,
     _shape: Box<[i64]>,
     _strides: Box<[i64]>,
 }

@@ -9,7 +9,6 @@ use pyo3::types::{PyDict, PyList};
 use crate::arrays;
 use crate::config::LayoutConfig;
 use crate::errors::{OrRaise, plain};
-use crate::held::Held;
 use crate::memory::Memory;
 use crate::numbers::whole;
 use crate::region::Region;
@@ -19,7 +18,7 @@ use crate::verify;
 /// A layout bound to memory, owned or borrowed.
 #[pyclass(frozen, module = "kvferry")]
 pub(crate) struct PhysicalLayout {
-    pub(crate) core: Held,
+    pub(crate) core: Arc<kvferry::PhysicalLayout>,
     /// Whose streams work on this memory.
     pub(crate) users: Arc<Users>,
 }
@@ -27,7 +26,7 @@ pub(crate) struct PhysicalLayout {
 impl PhysicalLayout {
     /// A layout whose memory these libraries use.
     fn new(core: Arc<kvferry::PhysicalLayout>, users: Users) -> PhysicalLayout {
-        PhysicalLayout { core: Held::new(core), users: Arc::new(users) }
+        PhysicalLayout { core, users: Arc::new(users) }
     }
 }
 
@@ -355,7 +354,7 @@ impl PhysicalLayout {
         let py = page_size.py();
         let page_size = whole("LayoutError", "page_size", page_size, i64::MAX as u64)?;
         let core = self.core.with_page_size(page_size).or_raise(py)?;
-        Ok(PhysicalLayout { core: Held::new(core), users: self.users.clone() })
+        Ok(PhysicalLayout { core, users: self.users.clone() })
     }
 
     fn __repr__(&self) -> String {

@@ -10,7 +10,6 @@ mod dlpack;
 mod errors;
 mod export;
 mod faults;
-mod held;
 mod ids;
 mod info;
 mod layout;

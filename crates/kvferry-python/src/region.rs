@@ -11,7 +11,6 @@ use pyo3::prelude::*;
 use pyo3::types::{PyCapsule, PyDict, PyTuple};
 
 use crate::export::{self, Device, Export};
-use crate::held::Held;
 use crate::memory::Memory;
 use crate::users::Users;
 
@@ -19,7 +18,7 @@ use crate::users::Users;
 /// without copying.
 #[pyclass(frozen, module = "kvferry")]
 pub(crate) struct Region {
-    layout: Held,
+    layout: Arc<kvferry::PhysicalLayout>,
     users: Arc<Users>,
     span: RegionSpan,
     dtype: Dtype,
@@ -42,7 +41,7 @@ impl Region {
         // No part of an address space is longer than isize::MAX.
         let sizes = |of: &[u64]| of.iter().map(|&size| size as isize).collect();
         Region {
-            layout: Held::new(layout.clone()),
+            layout: layout.clone(),
             users: users.clone(),
             span,
             dtype,

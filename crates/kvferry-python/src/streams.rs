@@ -79,6 +79,18 @@ fn event_of(value: &Bound<'_, PyAny>) -> PyResult<Option<EventHandle>> {
     Ok(Some(unsafe { EventHandle::from_raw(raw) }))
 }
 
+/// The GPU whose stream an object is: torch's `device_index`, CuPy's `device_id`. A handle says nothing.
+pub(crate) fn device_of(value: &Bound<'_, PyAny>) -> PyResult<Option<u32>> {
+    let py = value.py();
+    for name in [intern!(py, "device_index"), intern!(py, "device_id")] {
+        if let Some(ordinal) = value.getattr_opt(name)? {
+            // CuPy says -1 where it does not know.
+            return Ok(ordinal.extract::<i64>().ok().and_then(|ordinal| u32::try_from(ordinal).ok()));
+        }
+    }
+    Ok(None)
+}
+
 fn dependency(value: &Bound<'_, PyAny>) -> PyResult<Dependency> {
     if let Ok(job) = value.cast::<Transfer>() {
         return Ok(Dependency::Job(job.get().job(value.py())?.clone()));
@@ -87,7 +99,10 @@ fn dependency(value: &Bound<'_, PyAny>) -> PyResult<Dependency> {
         return Ok(Dependency::Event(event));
     }
     if let Some(stream) = stream_of("after", value)? {
-        return Ok(Dependency::Stream(stream));
+        return Ok(match device_of(value)? {
+            Some(ordinal) => Dependency::StreamOf { ordinal, stream },
+            None => Dependency::Stream(stream),
+        });
     }
     let message = format!(
         "after must be a Transfer, a CUDA stream or event, or a list of them, got {}",

@@ -153,9 +153,14 @@ impl Transfer {
         stream: &Bound<'_, PyAny>,
         layer: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<()> {
+        let device = crate::streams::device_of(stream)?;
         let stream = crate::streams::stream("stream", stream)?;
         let job = self.part(py, layer)?;
-        py.detach(|| job.wait_on(stream, None)).or_raise(py)
+        py.detach(|| match device {
+            Some(ordinal) => job.wait_on_of(ordinal, stream, None),
+            None => job.wait_on(stream, None),
+        })
+        .or_raise(py)
     }
 
     /// The result of an ended transfer. Raises Busy while it runs, TransferError if it failed.

@@ -69,7 +69,8 @@ pub(crate) fn current_streams<'a>(
         let torch = if bits & TORCH == 0 { None } else { torch_stream(py, ordinal)? };
         let cupy = if bits & CUPY == 0 { None } else { cupy_stream(py, ordinal)? };
         let cupy = cupy.filter(|cupy| torch.is_none_or(|torch| torch.raw() != cupy.raw()));
-        streams.extend(torch.into_iter().chain(cupy).map(Dependency::Stream));
+        let of_gpu = |stream| Dependency::StreamOf { ordinal, stream };
+        streams.extend(torch.into_iter().chain(cupy).map(of_gpu));
     }
     Ok(streams)
 }

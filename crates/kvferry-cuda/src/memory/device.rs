@@ -5,7 +5,7 @@ use std::sync::Arc;
 use super::blocking::Blocking;
 use crate::capture::RelaxedCapture;
 use crate::context::PrimaryContext;
-use crate::deferred::{drain_deferred, run_where_waiting_is_fine};
+use crate::deferred::{drain_deferred, run_later};
 use crate::error::{CudaError, OUT_OF_MEMORY, Result};
 use crate::raw::{self, CUdeviceptr};
 
@@ -105,7 +105,7 @@ impl DeviceBuffer {
 impl Drop for DeviceBuffer {
     fn drop(&mut self) {
         let (addr, context) = (self.addr, Arc::clone(&self.context));
-        run_where_waiting_is_fine(move || match context.enter() {
+        run_later(move || match context.enter() {
             Ok(_current) => {
                 // SAFETY: the buffer's own allocation, freed once, with its context current. The driver waits for
                 // running work first.

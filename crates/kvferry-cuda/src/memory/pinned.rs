@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use crate::capture::RelaxedCapture;
 use crate::context::PrimaryContext;
-use crate::deferred::{drain_deferred, run_where_waiting_is_fine};
+use crate::deferred::{drain_deferred, run_later};
 use crate::error::{CudaError, OUT_OF_MEMORY, Result};
 use crate::raw;
 
@@ -106,7 +106,7 @@ impl PinnedBuffer {
 impl Drop for PinnedBuffer {
     fn drop(&mut self) {
         let (base, context) = (self.base.as_ptr().expose_provenance(), Arc::clone(&self.context));
-        run_where_waiting_is_fine(move || match context.enter() {
+        run_later(move || match context.enter() {
             Ok(_current) => {
                 // SAFETY: the buffer's own allocation, freed once, with its context current.
                 unsafe { free(ptr::with_exposed_provenance_mut(base)) }

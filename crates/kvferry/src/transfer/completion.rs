@@ -14,7 +14,7 @@ use kvferry_cuda::{ContextGuard, Gpu, StreamHandle};
 
 use super::cuda::{CudaJob, owner_of};
 use super::ending::{self, Registered};
-use super::host::HostJob;
+use super::host::{HostJob, Pool};
 use super::layers::Layers;
 use super::lock;
 use super::strategy::{Engine, TransferStrategy};
@@ -182,8 +182,10 @@ pub(super) enum Pending {
     Job(Arc<HostJob>),
     Layers(Arc<Layers>),
     Cuda(Arc<CudaJob>),
-    /// Ended by whoever ends its parts.
-    Parts,
+    /// Ended by whoever ends its parts: threads of this pool.
+    Parts(Arc<Pool>),
+    /// Ended from the start.
+    Ended,
     /// In a CUDA graph, to run whenever that is launched: it never ends.
     Captured,
 }
@@ -210,18 +212,26 @@ impl TransferCompleteNotification {
     pub(super) fn completed(result: TransferResult) -> Self {
         let completion = Completion::new(None);
         completion.finish(Ok(result), || {});
-        TransferCompleteNotification::new(completion, Pending::Parts)
+        TransferCompleteNotification::new(completion, Pending::Ended)
     }
 
     pub(super) fn of_cuda(job: Arc<CudaJob>) -> Self {
         TransferCompleteNotification::new(job.completion().clone(), Pending::Cuda(job))
     }
 
+    /// The handle, or those of its layers.
+    pub(super) fn each(&self) -> Vec<TransferCompleteNotification> {
+        match &self.work {
+            Pending::Layers(layers) => layers.parts().to_vec(),
+            _ => vec![self.clone()],
+        }
+    }
+
     /// The GPU job behind the handle, if it is one.
     pub(super) fn cuda(&self) -> Option<&Arc<CudaJob>> {
         match &self.work {
             Pending::Cuda(job) => Some(job),
-            Pending::Job(_) | Pending::Layers(_) | Pending::Parts | Pending::Captured => None,
+            _ => None,
         }
     }
 
@@ -235,7 +245,7 @@ impl TransferCompleteNotification {
                     layers.parts().iter().all(TransferCompleteNotification::done)
                         && self.completion.event.is_set()
                 }
-                Pending::Job(_) | Pending::Parts | Pending::Captured => false,
+                Pending::Job(_) | Pending::Parts(_) | Pending::Ended | Pending::Captured => false,
             }
     }
 
@@ -251,13 +261,26 @@ impl TransferCompleteNotification {
     /// [`Error::Unsupported`] for a transfer that is not on a stream: one that host threads carry out or hold back, or
     /// that a CUDA graph has taken; [`Error::InvalidOption`] for a layer without a handle; the driver's refusal.
     pub fn wait_on(&self, stream: StreamHandle, layer: Option<u64>) -> Result<()> {
+        self.make_wait(None, stream, layer)
+    }
+
+    /// As [`wait_on`](Self::wait_on), for a stream of GPU `ordinal`: says whose default stream is meant, which otherwise is
+    /// that of the GPU that carries the transfer.
+    ///
+    /// # Errors
+    /// As [`wait_on`](Self::wait_on), or no such GPU.
+    pub fn wait_on_of(&self, ordinal: u32, stream: StreamHandle, layer: Option<u64>) -> Result<()> {
+        self.make_wait(Some(ordinal), stream, layer)
+    }
+
+    fn make_wait(&self, ordinal: Option<u32>, stream: StreamHandle, layer: Option<u64>) -> Result<()> {
         if let Some(layer) = layer {
             let part = self.layer(layer).ok_or_else(|| Error::InvalidOption {
                 option: "layer",
                 expected: "a layer that the transfer moves, submitted by layer".to_owned(),
                 value: layer.to_string(),
             })?;
-            return part.wait_on(stream, None);
+            return part.make_wait(ordinal, stream, None);
         }
         if self.done() {
             return Ok(());
@@ -271,7 +294,11 @@ impl TransferCompleteNotification {
         match &self.work {
             Pending::Cuda(job) => {
                 let mut gpu = job.gpu().clone();
-                let other = owner_of(&gpu, &gpu.enter()?, stream)?;
+                let other = match ordinal {
+                    Some(ordinal) if ordinal != gpu.ordinal() => Some(Gpu::open(ordinal)?),
+                    Some(_) => None,
+                    None => owner_of(&gpu, &gpu.enter()?, stream)?,
+                };
                 // A stream waits in its own context.
                 gpu = other.unwrap_or(gpu);
                 let cx = gpu.enter()?;
@@ -280,8 +307,10 @@ impl TransferCompleteNotification {
                 }
                 refuse("it waits for a host transfer and is not on a stream yet")
             }
-            Pending::Layers(layers) => layers.parts().iter().try_for_each(|part| part.wait_on(stream, None)),
-            Pending::Job(_) | Pending::Parts => {
+            Pending::Layers(layers) => {
+                layers.parts().iter().try_for_each(|part| part.make_wait(ordinal, stream, None))
+            }
+            Pending::Job(_) | Pending::Parts(_) | Pending::Ended => {
                 refuse("host threads take part in it: wait for it on the host")
             }
             Pending::Captured => {
@@ -303,7 +332,7 @@ impl TransferCompleteNotification {
                 }
                 Ok(true)
             }
-            Pending::Job(_) | Pending::Parts | Pending::Captured => Ok(false),
+            Pending::Job(_) | Pending::Parts(_) | Pending::Ended | Pending::Captured => Ok(false),
         }
     }
 
@@ -347,7 +376,8 @@ impl TransferCompleteNotification {
                 job.check_fork()?;
                 job.watch(deadline);
             }
-            Pending::Parts | Pending::Captured => {}
+            Pending::Parts(pool) => pool.check_fork()?,
+            Pending::Ended | Pending::Captured => {}
         }
         Ok(())
     }
@@ -357,7 +387,7 @@ impl TransferCompleteNotification {
     pub fn layer(&self, layer: u64) -> Option<&TransferCompleteNotification> {
         match &self.work {
             Pending::Layers(layers) => layers.get(layer),
-            Pending::Job(_) | Pending::Cuda(_) | Pending::Parts | Pending::Captured => None,
+            _ => None,
         }
     }
 
@@ -389,7 +419,7 @@ impl TransferCompleteNotification {
         match &self.work {
             Pending::Cuda(job) => job.attend(),
             Pending::Layers(layers) => layers.parts().iter().for_each(TransferCompleteNotification::attend),
-            Pending::Job(_) | Pending::Parts | Pending::Captured => {}
+            Pending::Job(_) | Pending::Parts(_) | Pending::Ended | Pending::Captured => {}
         }
     }
 
@@ -421,8 +451,10 @@ impl Clone for TransferCompleteNotification {
 
 impl Drop for TransferCompleteNotification {
     fn drop(&mut self) {
-        // Nobody may be left to ask.
-        self.attend();
+        // Nobody may be left to ask: the job has the other reference.
+        if Arc::strong_count(&self.completion) <= 2 {
+            self.attend();
+        }
         if let Some(slot) = self.waker {
             let mut registered = lock(&self.completion.registered);
             let waker = registered.as_mut().and_then(|registered| registered.wakers.get_mut(slot)?.take());

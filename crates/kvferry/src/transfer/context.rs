@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use kvferry_host::ForkGuard;
 use kvferry_layout::{BlockId, PairRequest};
@@ -35,6 +35,8 @@ const MAX_PREPARED: usize = 256;
 const STAGING_BYTES: u64 = 54 << 20;
 /// Pinned memory that a context may take beyond its layouts, unless told otherwise.
 const PINNED_BYTES: u64 = 16 << 20;
+/// How long a callback that closes waits before it looks after GPU jobs again.
+const SLICE: Duration = Duration::from_millis(1);
 /// Least of either: below, the ring for long id lists has no room for a chunk.
 const LEAST_BYTES: u64 = 1 << 20;
 
@@ -48,6 +50,41 @@ pub(super) struct Shared {
     pub(super) order: Option<Mutex<HashMap<TransferStrategy, TransferCompleteNotification>>>,
     /// Tagged jobs that have ended and not been asked for.
     pub(super) completed: Ended,
+}
+
+impl Shared {
+    /// Ends GPU jobs that the device is through with. In a forked child they are the parent's.
+    fn poll(&self) {
+        if let Some(cuda) = &self.cuda
+            && self.fork.check().is_ok()
+        {
+            cuda.lanes.poll();
+        }
+    }
+
+    /// Closes the pool, and sees to it that GPU jobs end meanwhile: a callback that closes may hold the very thread that
+    /// would end them.
+    fn close(&self, timeout: Option<Duration>) -> bool {
+        self.pool.refuse();
+        if let Some(cuda) = &self.cuda {
+            cuda.lanes.attend_all();
+        }
+        if self.cuda.is_none() || !ending::in_callback() {
+            return self.pool.close(timeout);
+        }
+        let deadline = timeout.and_then(|limit| Instant::now().checked_add(limit));
+        loop {
+            self.poll();
+            let left = deadline.map(|at| at.saturating_duration_since(Instant::now()));
+            let slice = left.map_or(SLICE, |left| left.min(SLICE));
+            if self.pool.close(Some(slice)) {
+                return true;
+            }
+            if left.is_some_and(|left| left.is_zero()) {
+                return false;
+            }
+        }
+    }
 }
 
 /// The plans of a context, by both layouts' numbers and the request. Forgotten when either layout goes: what engines
@@ -134,8 +171,8 @@ impl TransferContextBuilder {
         self
     }
 
-    /// Builds the context. Threads start with the first job that needs them. With a device, its kernels are loaded and
-    /// its streams made here; rings are allocated when a pair of layouts first needs them.
+    /// Builds the context. Threads start with the first job that needs them. With a device, its kernels are loaded
+    /// here, its streams made and its rings allocated, so that no transfer has to.
     ///
     /// # Errors
     /// A thread count outside 1 to 1024, less memory than said above; without a GPU, a driver of 580 or newer, or
@@ -206,9 +243,7 @@ impl TransferContext {
 
     /// Jobs submitted and not yet complete; a transfer by layer counts as one job per layer.
     pub fn in_flight(&self) -> usize {
-        if let Some(cuda) = &self.shared.cuda {
-            cuda.lanes.poll();
-        }
+        self.shared.poll();
         self.shared.pool.in_flight()
     }
 
@@ -303,9 +338,7 @@ impl TransferContext {
     /// Tagged jobs that have ended since the last call, in order of their ends, with how they ended: a job whose handle
     /// says so is among them. Kept until asked for: a context whose jobs are tagged must be polled.
     pub fn completed(&self) -> Vec<(u64, Outcome)> {
-        if let Some(cuda) = &self.shared.cuda {
-            cuda.lanes.poll();
-        }
+        self.shared.poll();
         let ended = std::mem::take(&mut *lock(&self.shared.completed));
         ended.into_iter().filter_map(|(tag, job)| Some((tag, job.look()?))).collect()
     }
@@ -317,11 +350,7 @@ impl TransferContext {
     /// [`Error::Timeout`] if jobs were still in flight after `timeout`; they go on, and new ones stay refused.
     pub fn close(&self, timeout: Option<Duration>) -> Result<()> {
         self.shared.fork.check()?;
-        self.shared.pool.refuse();
-        if let Some(cuda) = &self.shared.cuda {
-            cuda.lanes.attend_all();
-        }
-        if self.shared.pool.close(timeout) {
+        if self.shared.close(timeout) {
             if let Some(cuda) = &self.shared.cuda {
                 cuda.lanes.stop(!ending::in_callback());
             }
@@ -340,11 +369,7 @@ impl Drop for TransferContext {
             }
             return;
         }
-        self.shared.pool.refuse();
-        if let Some(cuda) = &self.shared.cuda {
-            cuda.lanes.attend_all();
-        }
-        self.shared.pool.close(None);
+        self.shared.close(None);
         if let Some(cuda) = &self.shared.cuda {
             cuda.lanes.stop(!ending::in_callback());
         }

@@ -13,8 +13,16 @@ use super::strategy::{Engine, TransferStrategy};
 pub enum Dependency {
     /// A job is complete. If it fails, the transfer that follows it fails too.
     Job(TransferCompleteNotification),
-    /// Everything put on this stream so far is done.
+    /// Everything put on this stream so far is done. The default streams are those of the GPU that carries the transfer:
+    /// for a peer copy the destination's.
     Stream(StreamHandle),
+    /// Everything put on this stream of this GPU so far is done: says whose default stream is meant.
+    StreamOf {
+        /// The GPU.
+        ordinal: u32,
+        /// Its stream.
+        stream: StreamHandle,
+    },
     /// What this event recorded last is done.
     Event(EventHandle),
 }

@@ -3,7 +3,7 @@
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Instant;
 
-use kvferry_cuda::{DeviceIds, FreeLater};
+use kvferry_cuda::DeviceIds;
 use kvferry_layout::{Axis, BlockId, CopyPlan, LayoutError, PairPlan, PairRequest, find_overlap};
 
 use super::choose::{Asked, Choice, GpuAsked, choose, strategy};
@@ -224,11 +224,13 @@ impl Route {
     ) -> Result<TransferCompleteNotification> {
         let submitted = Instant::now();
         self.context.fork.check()?;
-        let _later = FreeLater::enter();
         // An ordered context is locked for the whole submission: the queue is in the order of the locks.
         let mut line = self.context.order.as_ref().map(lock);
-        let ahead =
-            line.as_ref().and_then(|line| line.get(&self.strategy)).filter(|job| !job.done()).cloned();
+        let ahead = line
+            .as_ref()
+            .and_then(|line| line.get(&self.strategy))
+            .filter(|job| job.peek().is_none())
+            .cloned();
         let waits = ahead.is_some() || !self.options.after.is_empty() || !after.is_empty();
         let (plan, choice, ids) = match (src, dst) {
             (IdSource::Host(src), IdSource::Host(dst)) => {
@@ -236,6 +238,7 @@ impl Route {
                 (plan, choice, None)
             }
             (src, dst) => {
+                self.capturing()?;
                 let ids = self.device_ids(src, dst)?;
                 let plan = CopyPlan::new(self.prepared.pair.clone(), &[], &[])?;
                 let reader = "the ids are in device memory, which a kernel reads";
@@ -301,8 +304,22 @@ impl Route {
         let (Some(device), Some(stream)) = (&self.device, self.options.stream) else { return Ok(None) };
         let cx = device.gpu.enter()?;
         let status = device.gpu.capture_status(&cx, stream)?;
-        Ok((status != kvferry_cuda::Capture::None)
-            .then_some("the stream is being captured into a CUDA graph, which holds kernels only"))
+        if status == kvferry_cuda::Capture::None {
+            return Ok(None);
+        }
+        let never_ends = |what: &str| {
+            Err(Error::Unsupported {
+                what: format!("{what} under capture"),
+                why: "a captured transfer runs whenever its graph is launched, and never ends".to_owned(),
+            })
+        };
+        if self.options.per_layer {
+            return never_ends("a transfer by layer");
+        }
+        if self.options.tag.is_some() {
+            return never_ends("a tag");
+        }
+        Ok(Some("the stream is being captured into a CUDA graph, which holds kernels only"))
     }
 
     /// What a transfer of so many source blocks will have done, for a handle that does not track it.

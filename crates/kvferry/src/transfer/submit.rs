@@ -62,14 +62,14 @@ impl Submission<'_> {
         let pool = &self.route.context.pool;
         let threads = self.choice.engine == Engine::Bounce;
         let free = self.route.options.after.is_empty() && self.after.is_empty() && self.ahead.is_none();
-        if plan.blocks() == 0 && self.ids.is_none() && free && self.route.options.stream.is_none() {
+        if plan.blocks() == 0 && self.ids.is_none() && free && self.plain() {
             // Nothing to do and nothing to wait for.
             let result = self.blank(&plan);
             pool.admit(1, false)?;
             let completion = Completion::new(self.tag());
             pool.leave(&completion);
             completion.finish(Ok(result), || pool.left());
-            return Ok(TransferCompleteNotification::new(completion, Pending::Parts));
+            return Ok(TransferCompleteNotification::new(completion, Pending::Ended));
         }
         if !self.route.options.per_layer {
             pool.admit(1, threads)?;
@@ -158,6 +158,7 @@ impl Submission<'_> {
             after: options.after.iter().chain(self.after).cloned().collect(),
             ahead: self.ahead.clone(),
             ordered: context.order.is_some(),
+            part: layer.is_some_and(|(number, _)| number > prepared.pair.src().range(Axis::Layer).start),
             submitted,
         }
         .submit(Completion::new(tag))
@@ -246,6 +247,11 @@ impl Submission<'_> {
             })?);
         }
         Ok(layers)
+    }
+
+    /// No stream of the caller's, and not by layer.
+    const fn plain(&self) -> bool {
+        self.route.options.stream.is_none() && !self.route.options.per_layer
     }
 
     /// The result of having moved nothing yet.

@@ -45,7 +45,7 @@ impl BouncePair {
         (src, dst): (&PhysicalLayout, &PhysicalLayout),
         up: bool,
     ) -> Result<BouncePair> {
-        let stage = device.bounce()?;
+        let stage = device.bounce().clone();
         let side = if up { Side::Source } else { Side::Destination };
         let group = (device.bounce_slot_bytes() / pair.block_bytes()).clamp(1, u64::from(u32::MAX));
         let (first, second) = pair.through_stage(side, group)?;
@@ -95,6 +95,7 @@ impl Bounce {
     ) -> TransferCompleteNotification {
         let mut pairs = Vec::new();
         pack(&self.plan, &mut pairs);
+        let pool = self.pool.clone();
         let completion = Completion::new(tag);
         let flow = Arc::new(Flow {
             left: AtomicUsize::new(pairs.len().div_ceil(self.pair.group)),
@@ -109,7 +110,7 @@ impl Bounce {
             job.on_complete_first(move |outcome| flow.release(Some(outcome).filter(|_| binding)));
         }
         flow.release(None);
-        TransferCompleteNotification::new(completion, Pending::Parts)
+        TransferCompleteNotification::new(completion, Pending::Parts(pool))
     }
 }
 
@@ -320,6 +321,7 @@ impl Bounce {
             after: Vec::new(),
             ahead: None,
             ordered: false,
+            part: true,
             submitted: self.submitted,
         }
         .submit(Completion::part())

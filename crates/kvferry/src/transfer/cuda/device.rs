@@ -78,9 +78,8 @@ pub(crate) struct CudaDevice {
     scatter: Turn,
     pub(crate) pairs: Arc<PairRing>,
     pub(crate) reports: Arc<Reports>,
-    limits: Limits,
-    stage: Mutex<Option<Arc<DeviceStage>>>,
-    bounce: Mutex<Option<Arc<PinnedStage>>>,
+    stage: Arc<DeviceStage>,
+    bounce: Arc<PinnedStage>,
     model: Arc<CostModel>,
     /// Jobs to the device, from it, and within or between devices.
     forecasts: [Forecast; 3],
@@ -94,6 +93,8 @@ impl CudaDevice {
         let (h2d, d2h, d2d, scatter) = (turn()?, turn()?, turn()?, turn()?);
         let reports = Reports::new(&gpu)?;
         // All of it now: allocating may wait for the device, which a submission must not.
+        let stage = Arc::new(DeviceStage::new(&gpu, limits.stage_bytes())?);
+        let bounce = PinnedStage::new(&gpu, limits.bounce_bytes())?;
         let pairs = PairRing::new(&gpu, CHUNK_PAIRS, limits.chunks(), limits.chunks())?;
         Ok(Arc::new(CudaDevice {
             gpu,
@@ -103,9 +104,8 @@ impl CudaDevice {
             scatter,
             pairs,
             reports,
-            limits,
-            stage: Mutex::new(None),
-            bounce: Mutex::new(None),
+            stage,
+            bounce,
             model,
             forecasts: Default::default(),
         }))
@@ -137,40 +137,29 @@ impl CudaDevice {
         self.scatter.take(ordered)
     }
 
-    /// The device ring; allocated when the first pair of layouts is prepared that may use it.
-    pub(crate) fn stage(&self) -> Result<Arc<DeviceStage>> {
-        let mut stage = lock(&self.stage);
-        if let Some(stage) = &*stage {
-            return Ok(stage.clone());
-        }
-        let made = Arc::new(DeviceStage::new(&self.gpu, self.limits.stage_bytes())?);
-        Ok(stage.insert(made).clone())
+    /// The device ring.
+    pub(crate) const fn stage(&self) -> &Arc<DeviceStage> {
+        &self.stage
     }
 
     /// Whether the next slot of the device ring is held by a job that waits for a caller's stream.
     pub(crate) fn stage_held_up(&self) -> bool {
-        let stage = lock(&self.stage).clone();
-        stage.is_some_and(|stage| stage.held_up())
+        self.stage.held_up()
     }
 
-    /// Bytes that one slot of the device ring will have.
+    /// Bytes of one slot of the device ring.
     pub(crate) fn stage_slot_bytes(&self) -> u64 {
-        DeviceStage::slot_bytes_of(self.limits.stage_bytes())
+        self.stage.slot(0).len()
     }
 
-    /// The pinned ring for pageable memory; allocated when the first pair of layouts is prepared that needs it.
-    pub(crate) fn bounce(&self) -> Result<Arc<PinnedStage>> {
-        let mut bounce = lock(&self.bounce);
-        if let Some(bounce) = &*bounce {
-            return Ok(bounce.clone());
-        }
-        let made = PinnedStage::new(&self.gpu, self.limits.bounce_bytes())?;
-        Ok(bounce.insert(made).clone())
+    /// The pinned ring for pageable memory.
+    pub(crate) const fn bounce(&self) -> &Arc<PinnedStage> {
+        &self.bounce
     }
 
-    /// Bytes that one slot of the pinned ring will have.
+    /// Bytes of one slot of the pinned ring.
     pub(crate) fn bounce_slot_bytes(&self) -> u64 {
-        PinnedStage::slot_bytes_of(self.limits.bounce_bytes())
+        self.bounce.slots().first().map_or(0, |slot| slot.memory.len())
     }
 
     pub(crate) const fn model(&self) -> &Arc<CostModel> {

@@ -24,6 +24,8 @@ pub(super) struct Launch<'a> {
     pub(super) stream: StreamHandle,
     /// The stream is the caller's.
     pub(super) foreign: bool,
+    /// What the job follows may take for ever: slots it uses may be held up.
+    pub(super) uncertain: bool,
     pub(super) ordered: bool,
     pub(super) capturing: bool,
     /// Most CTAs of a kernel, whatever it takes to be fast.
@@ -193,9 +195,10 @@ impl Launch<'_> {
         if first != self.stream {
             self.follow(first, self.stream)?;
         }
-        let mut done = 0;
-        with_pairs(self.plan, |pairs| self.groups(&staged, pairs, (first, last), &mut done, flight))
-            .map_err(|error| Stopped { blocks: done, begun: done > 0, error })?;
+        let (mut done, mut begun) = (0, false);
+        let progress = (&mut done, &mut begun);
+        with_pairs(self.plan, |pairs| self.groups(&staged, pairs, (first, last), progress, flight))
+            .map_err(|error| Stopped { blocks: done, begun, error })?;
         // Landing there waits for the other stream as well.
         Ok(if self.foreign { self.stream } else { last })
     }
@@ -205,7 +208,7 @@ impl Launch<'_> {
         staged: &Staged,
         pairs: &[u64],
         (first, second): (StreamHandle, StreamHandle),
-        done: &mut u32,
+        (done, begun): (&mut u32, &mut bool),
         flight: &mut Flight,
     ) -> Result<()> {
         let gpu = &self.device.gpu;
@@ -215,8 +218,18 @@ impl Launch<'_> {
         let mut turn = staged.stage.turn();
         for group in ramped(pairs, staged.group) {
             let (slot, last_use) = turn.take();
-            if let Some(event) = last_use {
-                gpu.wait_event(self.cx, first, &event)?;
+            let copies = match self.hop(staged, slot, group, up) {
+                Ok(copies) => copies,
+                Err(error) => {
+                    last_use.into_iter().for_each(|event| turn.give(slot, event, self.uncertain));
+                    return Err(error);
+                }
+            };
+            if let Some(event) = last_use
+                && let Err(error) = gpu.wait_event(self.cx, first, &event)
+            {
+                turn.give(slot, event, self.uncertain);
+                return Err(error.into());
             }
             slots.clear();
             slots.extend(group.iter().zip(0u64..).map(|(&pair, at)| {
@@ -224,7 +237,6 @@ impl Launch<'_> {
                 if up { at | (pair & !0xFFFF_FFFF) } else { (pair & 0xFFFF_FFFF) | (at << 32) }
             }));
             let kernel = &staged.kernels[slot];
-            let copies = self.hop(staged, slot, group, up)?;
             let enqueued: std::result::Result<Arc<Event>, CudaError> = (|| {
                 if up {
                     copies.enqueue_at_once(self.cx, first, flight)?;
@@ -232,6 +244,8 @@ impl Launch<'_> {
                     kernel.launch(self.cx, first, &slots, self.ctas(kernel), flight)?;
                 }
                 self.follow(second, first)?;
+                // From here on the destination is written.
+                *begun = true;
                 if up {
                     kernel.launch(self.cx, second, &slots, self.ctas(kernel), flight)?;
                 } else {
@@ -240,11 +254,11 @@ impl Launch<'_> {
                 self.mark(second)
             })();
             match enqueued {
-                Ok(event) => turn.give(slot, event, self.foreign),
+                Ok(event) => turn.give(slot, event, self.uncertain),
                 Err(error) => {
                     // Whatever was put on the streams may still use the slot.
                     match self.follow(second, first).and_then(|()| self.mark(second)) {
-                        Ok(event) => turn.give(slot, event, self.foreign),
+                        Ok(event) => turn.give(slot, event, self.uncertain),
                         Err(_) => gpu.synchronize()?,
                     }
                     return Err(error.into());

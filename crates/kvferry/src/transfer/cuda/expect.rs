@@ -48,9 +48,10 @@ impl Expected {
         let now = Instant::now();
         let mut queue = lock(&self.queue.0);
         queue.jobs = queue.jobs.saturating_sub(1);
-        queue.end = queue.end.and_then(|end| {
-            if now > self.end { end.checked_add(now - self.end) } else { end.checked_sub(self.end - now) }
-        });
+        // What a job waited for that has nothing to do with the queue says nothing of those behind it.
+        let late = now.saturating_duration_since(self.end).min(self.takes);
+        let early = self.end.saturating_duration_since(now);
+        queue.end = queue.end.and_then(|end| (end + late).checked_sub(early));
     }
 }
 

@@ -1,14 +1,15 @@
 //! A submitted GPU transfer: what is in flight, what it follows, and the completion at the end.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
-use kvferry_cuda::{BadId, ContextGuard, CudaError, Event, Flight, FreeLater, Gpu, StreamHandle};
+use kvferry_cuda::{BadId, ContextGuard, CudaError, Event, Flight, Gpu, StreamHandle};
 use kvferry_layout::CopyPlan;
 
 use super::expect::Expected;
-use super::lanes::Lanes;
+use super::lanes::Ticket;
 use super::reports::ReportLease;
 use super::submit::destinations;
 use crate::error::Result;
@@ -68,7 +69,9 @@ pub(crate) struct CudaJob {
     expected: OnceLock<Expected>,
     pool: Arc<Pool>,
     /// The lane that ends it if nobody else does.
-    lane: (Arc<Lanes>, usize),
+    lane: Ticket,
+    /// Somebody is to hear of the end without asking; noted while the job was held, too.
+    attended: AtomicBool,
 }
 
 impl CudaJob {
@@ -78,7 +81,7 @@ impl CudaJob {
         completion: Arc<Completion>,
         submitted: Instant,
         pool: Arc<Pool>,
-        lane: (Arc<Lanes>, usize),
+        lane: Ticket,
     ) -> Arc<CudaJob> {
         let state = Mutex::new(State::Held);
         Arc::new(CudaJob {
@@ -90,6 +93,7 @@ impl CudaJob {
             expected: OnceLock::new(),
             pool,
             lane,
+            attended: AtomicBool::new(false),
         })
     }
 
@@ -106,11 +110,10 @@ impl CudaJob {
         self.expected.get_or_init(|| account.expected.clone());
         *lock(&self.account) = Some(account);
         *lock(&self.state) = State::Flying(flight);
-        let (lanes, index) = &self.lane;
-        lanes.add(*index, self.clone());
-        // Registered while it was held.
-        if self.completion.awaited() {
-            lanes.attend(*index);
+        self.lane.take(self.clone());
+        // Asked for while it was held: `attend` notes it before it looks at the lane, so one of the two sees the other.
+        if self.attended.load(Ordering::SeqCst) || self.completion.awaited() {
+            self.lane.attend();
         }
     }
 
@@ -124,8 +127,20 @@ impl CudaJob {
 
     /// Somebody is to hear of the end without asking.
     pub(crate) fn attend(&self) {
-        if !self.over() {
-            self.lane.0.attend(self.lane.1);
+        // In a forked child the lanes' threads and locks are the parent's.
+        if self.over() || self.check_fork().is_err() {
+            return;
+        }
+        self.attended.store(true, Ordering::SeqCst);
+        self.lane.attend();
+    }
+
+    /// Whether the device is through with it; ends nothing.
+    pub(super) fn device_is_through(&self) -> bool {
+        match &*lock(&self.state) {
+            State::Held => false,
+            State::Flying(flight) => flight.done().unwrap_or(true),
+            State::Ended => true,
         }
     }
 
@@ -227,7 +242,7 @@ impl CudaJob {
             if left < SPIN {
                 break;
             }
-            if self.completion.wait_for(left / 4) || self.poll() {
+            if self.completion.wait_for((left / 4).min(LONG)) || self.poll() {
                 return true;
             }
         }
@@ -237,7 +252,7 @@ impl CudaJob {
     /// When asking is worth it.
     fn near_end(&self) -> Option<(Instant, Instant)> {
         let expected = self.expected.get()?;
-        let alert = ALERT + expected.takes / ALERT_SHARE;
+        let alert = ALERT + (expected.takes / ALERT_SHARE).min(LONG);
         Some((expected.end.checked_sub(alert)?, expected.end.checked_add(alert)?))
     }
 
@@ -257,7 +272,8 @@ impl CudaJob {
         // Somebody is to be called: that is worth asking for, if it will not take long. Nobody else may be asking, so this
         // thread must not sleep on a forecast.
         if self.completion.awaited()
-            && let Some((_, to)) = self.near_end()
+            && let Some((from, to)) = self.near_end()
+            && from < Instant::now() + LONG
             && self.ask_until(to.min(Instant::now() + LONG), None)
         {
             return;
@@ -280,8 +296,6 @@ impl CudaJob {
     fn end(&self, outcome: std::result::Result<(), CudaError>) {
         let State::Flying(flight) = std::mem::replace(&mut *lock(&self.state), State::Ended) else { return };
         let Some(account) = lock(&self.account).take() else { return };
-        // Whoever asks after a job, or tells of its end, must not wait for the device to free its memory.
-        let _later = FreeLater::enter();
         // This may drop the last owner of foreign memory, whose code is not ours; the job ends all the same.
         if catch_unwind(AssertUnwindSafe(|| drop(flight))).is_err() {
             tracing::error!("the owner of a layout's memory panicked when dropped");

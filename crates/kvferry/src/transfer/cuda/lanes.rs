@@ -9,11 +9,12 @@
 //! is dropped, or [`QUIET`] more jobs have come.
 
 use std::collections::VecDeque;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
-use std::thread::JoinHandle;
+use std::thread::{JoinHandle, ThreadId};
 use std::time::{Duration, Instant};
 
-use kvferry_cuda::{RelaxedCapture, StreamHandle};
+use kvferry_cuda::{Gpu, RelaxedCapture, StreamHandle};
 
 use super::job::CudaJob;
 use crate::error::{Error, Result};
@@ -32,10 +33,15 @@ const BACK_PRESSURE: Duration = Duration::from_millis(20);
 /// Jobs that may lie in a lane unattended, their handles kept and not looked at.
 const QUIET: usize = 8;
 
+/// Whose jobs are done in their order: a GPU, its stream, and for the per-thread stream the thread.
+type Key = (u32, StreamHandle, Option<ThreadId>);
+
 #[derive(Default)]
 struct Lane {
-    stream: Option<StreamHandle>,
+    key: Option<Key>,
     queue: VecDeque<Arc<CudaJob>>,
+    /// Jobs that will come: another stream must not take the lane before.
+    reserved: usize,
     /// Its thread is in the driver, or about to be.
     busy: bool,
     /// It has been told that there is something to do, and will go on until its queue is empty.
@@ -53,6 +59,44 @@ struct State {
     stopping: bool,
 }
 
+/// A place in a lane for one job.
+pub(crate) struct Ticket {
+    lanes: Arc<Lanes>,
+    index: usize,
+    /// The job has not come yet.
+    reserved: AtomicBool,
+}
+
+impl Ticket {
+    /// For a job that never flies.
+    pub(crate) fn none(lanes: &Arc<Lanes>) -> Ticket {
+        Ticket { lanes: lanes.clone(), index: 0, reserved: AtomicBool::new(false) }
+    }
+
+    /// The job is on its stream.
+    pub(super) fn take(&self, job: Arc<CudaJob>) {
+        self.lanes.add(self.index, job);
+        self.give_back();
+    }
+
+    /// Somebody needs the job ended.
+    pub(super) fn attend(&self) {
+        self.lanes.attend(self.index);
+    }
+
+    fn give_back(&self) {
+        if self.reserved.swap(false, Ordering::AcqRel) {
+            lock(&self.lanes.state).lanes[self.index].reserved -= 1;
+        }
+    }
+}
+
+impl Drop for Ticket {
+    fn drop(&mut self) {
+        self.give_back();
+    }
+}
+
 /// The lanes of a context.
 #[derive(Default)]
 pub(crate) struct Lanes {
@@ -61,14 +105,16 @@ pub(crate) struct Lanes {
 
 impl Lanes {
     /// Makes sure that there is a thread for jobs of `stream`, so that [`add`](Self::add) cannot fail later.
-    pub(crate) fn reserve(self: &Arc<Self>, stream: StreamHandle) -> Result<usize> {
+    pub(crate) fn reserve(self: &Arc<Self>, gpu: &Gpu, stream: StreamHandle) -> Result<Ticket> {
+        let thread = (stream == StreamHandle::PER_THREAD).then(|| std::thread::current().id());
+        let key = (gpu.ordinal(), stream, thread);
         let mut state = lock(&self.state);
         if state.stopping {
             return Err(Error::Closed);
         }
-        let of_stream = |lane: &Lane| lane.stream == Some(stream);
-        let idle = |lane: &Lane| lane.queue.is_empty() && !lane.busy;
-        let found = state.lanes.iter().position(of_stream).or_else(|| state.lanes.iter().position(idle));
+        let same = |lane: &Lane| lane.key == Some(key);
+        let idle = |lane: &Lane| lane.queue.iter().all(|job| job.over()) && !lane.busy && lane.reserved == 0;
+        let found = state.lanes.iter().position(same).or_else(|| state.lanes.iter().position(idle));
         let index = match found {
             Some(index) => index,
             None if state.lanes.len() < MOST => {
@@ -95,28 +141,29 @@ impl Lanes {
             }
             None => (stream.raw() >> 4) as usize % MOST,
         };
-        state.lanes[index].stream = Some(stream);
-        Ok(index)
+        state.lanes[index].key = Some(key);
+        state.lanes[index].reserved += 1;
+        Ok(Ticket { lanes: self.clone(), index, reserved: AtomicBool::new(true) })
     }
 
     /// Waits, briefly, until the jobs in flight of a lane leave room for another in the driver's queue. The driver would
-    /// wait in the launch itself, for ever if the stream is held by what this thread is to do next.
-    pub(crate) fn make_room(&self, index: usize) -> Result<()> {
+    /// wait in the launch itself, for ever if the stream is held by what this thread is to do next. Ends no job: callers
+    /// may hold locks that completion callbacks take.
+    pub(crate) fn make_room(&self, ticket: &Ticket) -> Result<()> {
         let deadline = Instant::now() + BACK_PRESSURE;
         loop {
-            let front = {
-                let mut state = lock(&self.state);
-                let queue = &mut state.lanes[index].queue;
-                while queue.front().is_some_and(|job| job.over()) {
-                    queue.pop_front();
-                }
-                if queue.len() < FEW || queue.iter().map(|job| job.weight()).sum::<usize>() < QUEUE_BYTES {
+            let jobs: Vec<Arc<CudaJob>> = {
+                let state = lock(&self.state);
+                let queue = &state.lanes[ticket.index].queue;
+                if queue.len() < FEW {
                     return Ok(());
                 }
-                queue.front().cloned()
+                queue.iter().cloned().collect()
             };
-            if front.is_some_and(|front| front.poll()) {
-                continue;
+            // Jobs of a stream are done in their order.
+            let waiting = jobs.iter().skip_while(|job| job.device_is_through());
+            if waiting.map(|job| job.weight()).sum::<usize>() < QUEUE_BYTES {
+                return Ok(());
             }
             if Instant::now() >= deadline {
                 return Err(Error::Busy {
@@ -129,7 +176,7 @@ impl Lanes {
     }
 
     /// Hands a job to a lane: it is behind the jobs of its stream that were added before.
-    pub(crate) fn add(&self, index: usize, job: Arc<CudaJob>) {
+    fn add(&self, index: usize, job: Arc<CudaJob>) {
         let mut state = lock(&self.state);
         let closing = state.closing;
         let lane = &mut state.lanes[index];
@@ -146,7 +193,7 @@ impl Lanes {
     }
 
     /// Somebody needs the jobs of a lane ended.
-    pub(crate) fn attend(&self, index: usize) {
+    fn attend(&self, index: usize) {
         let mut state = lock(&self.state);
         let lane = &mut state.lanes[index];
         if lane.awake || lane.queue.is_empty() {

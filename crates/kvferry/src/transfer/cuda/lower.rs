@@ -92,7 +92,7 @@ impl Lowered {
         if let Some(staged) = &*staged {
             return Ok(staged.clone());
         }
-        let stage = device.stage()?;
+        let stage = device.stage().clone();
         let up = strategy == TransferStrategy::CudaAsyncH2D;
         let host = if up { Side::Source } else { Side::Destination };
         let group = (stage.slot(0).len() / pair.block_bytes()).clamp(1, u64::from(MOST_BLOCKS));

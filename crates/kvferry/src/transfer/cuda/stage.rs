@@ -16,8 +16,9 @@ pub(crate) const SLOTS: usize = 4;
 /// Slots start at multiples of this.
 const ALIGNMENT: u64 = 4096;
 
+/// A slot of so much memory in all; never nothing.
 fn slot_bytes(bytes: u64) -> u64 {
-    bytes / SLOTS as u64 / ALIGNMENT * ALIGNMENT
+    (bytes / SLOTS as u64 / ALIGNMENT * ALIGNMENT).max(ALIGNMENT)
 }
 
 /// Slots of device memory. A slot is free again once its event is done; who takes it next waits for that on a stream,
@@ -37,7 +38,7 @@ pub(crate) struct DeviceTurn {
 
 impl DeviceStage {
     pub(super) fn new(gpu: &Gpu, bytes: u64) -> Result<DeviceStage> {
-        let slot = Self::slot_bytes_of(bytes);
+        let slot = slot_bytes(bytes);
         let len = usize::try_from(slot * SLOTS as u64).unwrap_or(usize::MAX);
         let whole = DeviceBuffer::new(len, gpu.ordinal())?;
         // Whatever was there is nobody's business, and tools that watch for reads of it know a fill, not a batch copy.
@@ -47,10 +48,6 @@ impl DeviceStage {
         let slots = slots.map(|region| GpuMemory::of_device(&region)).collect();
         let turn = DeviceTurn { next: 0, last_use: Default::default(), foreign: [false; SLOTS] };
         Ok(DeviceStage { slots, turn: Mutex::new(turn) })
-    }
-
-    pub(super) fn slot_bytes_of(bytes: u64) -> u64 {
-        slot_bytes(bytes)
     }
 
     pub(crate) fn slot(&self, index: usize) -> &GpuMemory {
@@ -63,7 +60,8 @@ impl DeviceStage {
 
     /// Whether the next slot is held up by a caller's stream.
     pub(crate) fn held_up(&self) -> bool {
-        let turn = self.turn();
+        // Whoever has it is putting a job on its streams, and may be held up itself.
+        let Ok(turn) = self.turn.try_lock() else { return true };
         let pending = |event: &Arc<Event>| !event.query().unwrap_or(true);
         turn.foreign[turn.next] && turn.last_use[turn.next].as_ref().is_some_and(pending)
     }
@@ -106,6 +104,9 @@ pub(crate) struct PinnedStage {
 struct PinnedState {
     free: Vec<Arc<PinnedMemory>>,
     waiting: VecDeque<Waiting>,
+    /// A thread is calling those who wait; what comes free meanwhile it hands on as well. A call may give its slot back
+    /// at once, and thousands may wait.
+    handing: bool,
 }
 
 /// A slot, given back on drop.
@@ -116,7 +117,7 @@ pub(crate) struct PinnedSlot {
 
 impl PinnedStage {
     pub(super) fn new(gpu: &Gpu, bytes: u64) -> Result<Arc<PinnedStage>> {
-        let slot = Self::slot_bytes_of(bytes);
+        let slot = slot_bytes(bytes);
         let len = usize::try_from(slot * SLOTS as u64).unwrap_or(usize::MAX);
         let whole = PinnedBuffer::new(len, gpu.ordinal())?.into_region();
         let plain =
@@ -130,12 +131,8 @@ impl PinnedStage {
             let layout = PhysicalLayout::from_regions(plain.clone(), MemoryKind::Pinned, regions)?;
             slots.push(Arc::new(PinnedMemory { index, memory, layout }));
         }
-        let state = PinnedState { free: slots.clone(), waiting: VecDeque::new() };
+        let state = PinnedState { free: slots.clone(), ..PinnedState::default() };
         Ok(Arc::new(PinnedStage { slots, state: Mutex::new(state) }))
-    }
-
-    pub(super) fn slot_bytes_of(bytes: u64) -> u64 {
-        slot_bytes(bytes)
     }
 
     pub(crate) fn slots(&self) -> &[Arc<PinnedMemory>] {
@@ -144,13 +141,25 @@ impl PinnedStage {
 
     /// Calls `ready` with a slot: now, or on the thread that gives one back. First come, first served.
     pub(crate) fn with_slot(self: &Arc<Self>, ready: impl FnOnce(PinnedSlot) + Send + 'static) {
+        lock(&self.state).waiting.push_back(Box::new(ready));
+        self.hand_on();
+    }
+
+    /// Calls those who wait while there are slots, unless a thread is at it.
+    fn hand_on(self: &Arc<Self>) {
         let mut state = lock(&self.state);
-        match state.free.pop() {
-            Some(memory) => {
-                drop(state);
-                ready(PinnedSlot { stage: self.clone(), memory });
+        if std::mem::replace(&mut state.handing, true) {
+            return;
+        }
+        loop {
+            if state.waiting.is_empty() || state.free.is_empty() {
+                state.handing = false;
+                return;
             }
-            None => state.waiting.push_back(Box::new(ready)),
+            let (Some(next), Some(memory)) = (state.waiting.pop_front(), state.free.pop()) else { return };
+            drop(state);
+            next(PinnedSlot { stage: self.clone(), memory });
+            state = lock(&self.state);
         }
     }
 }
@@ -163,13 +172,7 @@ impl PinnedSlot {
 
 impl Drop for PinnedSlot {
     fn drop(&mut self) {
-        let mut state = lock(&self.stage.state);
-        match state.waiting.pop_front() {
-            Some(next) => {
-                drop(state);
-                next(PinnedSlot { stage: self.stage.clone(), memory: self.memory.clone() });
-            }
-            None => state.free.push(self.memory.clone()),
-        }
+        lock(&self.stage.state).free.push(self.memory.clone());
+        self.stage.hand_on();
     }
 }

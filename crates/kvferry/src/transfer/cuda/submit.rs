@@ -10,6 +10,7 @@ use kvferry_layout::CopyPlan;
 use super::device::{Cuda, CudaDevice};
 use super::engines::{Launch, Stopped};
 use super::job::{Account, CudaJob};
+use super::lanes::Ticket;
 use super::lower::Lowered;
 use crate::error::{Error, Result};
 use crate::physical::PhysicalLayout;
@@ -27,6 +28,14 @@ use crate::transfer::strategy::{Engine, TransferStrategy};
 pub(crate) struct DeviceIdPair {
     pub(crate) src: DeviceIds,
     pub(crate) dst: DeviceIds,
+}
+
+/// What a submission has to do with what it follows, beyond what its stream waits for.
+struct Order {
+    /// Jobs that the host has to see the end of, and whether their failure is this one's.
+    held: Vec<(TransferCompleteNotification, bool)>,
+    /// A job it was to follow has failed already.
+    doomed: Option<String>,
 }
 
 /// One GPU job to be submitted, validated and chosen for. Owns what it needs, as it may have to wait for its turn.
@@ -49,6 +58,8 @@ pub(crate) struct CudaSubmission {
     /// The job that has to be before this one in an ordered context, however it ends.
     pub(crate) ahead: Option<TransferCompleteNotification>,
     pub(crate) ordered: bool,
+    /// A part of a transfer of which something may have moved already.
+    pub(crate) part: bool,
     pub(crate) submitted: Instant,
 }
 
@@ -75,17 +86,22 @@ impl CudaSubmission {
                 }
             },
         };
-        let lane = self.cuda.lanes.reserve(stream)?;
-        if !capturing {
-            self.cuda.lanes.make_room(lane)?;
+        let lane = self.cuda.lanes.reserve(&gpu, stream)?;
+        // Later parts of a transfer that has begun must not be refused.
+        if !capturing && !self.part {
+            self.cuda.lanes.make_room(&lane)?;
         }
-        let held = self.order(&cx, stream, capturing)?;
+        let Order { held, doomed } = self.order(&cx, stream, capturing)?;
         if capturing {
             return self.capture(&cx, stream);
         }
-        let lane = (self.cuda.lanes.clone(), lane);
         let job = CudaJob::held(gpu.clone(), completion, self.submitted, self.pool.clone(), lane);
         let handle = TransferCompleteNotification::of_cuda(job.clone());
+        if let Some(reason) = doomed {
+            let failed_blocks = destinations(&self.plan);
+            job.ground(TransferFailure { engine: self.choice.engine, reason, failed_blocks });
+            return Ok(handle);
+        }
         if held.is_empty() {
             self.launch(&cx, stream, &job)?;
             return Ok(handle);
@@ -102,13 +118,9 @@ impl CudaSubmission {
     }
 
     /// Makes `stream` wait for what can be waited for there; gives what cannot.
-    fn order(
-        &self,
-        cx: &ContextGuard<'_>,
-        stream: StreamHandle,
-        capturing: bool,
-    ) -> Result<Vec<(TransferCompleteNotification, bool)>> {
+    fn order(&self, cx: &ContextGuard<'_>, stream: StreamHandle, capturing: bool) -> Result<Order> {
         let gpu = &self.device.gpu;
+        let mut doomed = None;
         let mut held = Vec::new();
         let mut waits = Vec::new();
         for dependency in &self.after {
@@ -130,15 +142,24 @@ impl CudaSubmission {
                     }
                 }
                 Dependency::Job(job) => {
-                    if !job.order(gpu, cx, stream)? {
+                    if let Some(Err(failure)) = job.peek() {
+                        let cause = failure.reason.strip_prefix(FOLLOWED).unwrap_or(&failure.reason);
+                        doomed.get_or_insert_with(|| format!("{FOLLOWED}{cause}"));
+                    } else if !job.order(gpu, cx, stream)? {
                         held.push((job.clone(), true));
                     }
                 }
-                Dependency::Stream(earlier) => {
-                    if *earlier == stream {
+                Dependency::Stream(earlier) | Dependency::StreamOf { stream: earlier, .. } => {
+                    let owner = match dependency {
+                        Dependency::StreamOf { ordinal, .. } if *ordinal != gpu.ordinal() => {
+                            Some(Gpu::open(*ordinal)?)
+                        }
+                        Dependency::StreamOf { .. } => None,
+                        _ => owner_of(gpu, cx, *earlier)?,
+                    };
+                    if *earlier == stream && owner.is_none() {
                         continue;
                     }
-                    let owner = owner_of(gpu, cx, *earlier)?;
                     let own;
                     let cx_earlier = match &owner {
                         None => cx,
@@ -148,7 +169,14 @@ impl CudaSubmission {
                         }
                     };
                     let gpu_earlier = owner.as_ref().unwrap_or(gpu);
-                    if !capturing && gpu_earlier.capture_status(cx_earlier, *earlier)? != Capture::None {
+                    let status = gpu_earlier.capture_status(cx_earlier, *earlier)?;
+                    if capturing && status != Capture::Active {
+                        return Err(Error::Unsupported {
+                            what: "after= with a stream outside the capture".to_owned(),
+                            why: "a graph cannot wait for work outside it: order the streams before the capture".to_owned(),
+                        });
+                    }
+                    if !capturing && status != Capture::None {
                         return Err(Error::Unsupported {
                             what: "a transfer after a stream that is being captured".to_owned(),
                             why: "give that stream as stream=, so that the transfer is captured with it"
@@ -172,7 +200,7 @@ impl CudaSubmission {
         {
             held.push((ahead.clone(), false));
         }
-        Ok(held)
+        Ok(Order { held, doomed })
     }
 
     fn start(&self, cx: &ContextGuard<'_>) -> Result<Flight> {
@@ -191,6 +219,7 @@ impl CudaSubmission {
             strategy: self.choice.strategy,
             stream,
             foreign: self.stream.is_some(),
+            uncertain: self.stream.is_some() || !self.after.is_empty() || self.ahead.is_some(),
             ordered: self.ordered,
             capturing,
             max_ctas: match self.choice.strategy {
@@ -260,9 +289,10 @@ impl CudaSubmission {
         };
         let follows = self.after.iter().filter_map(|dependency| match dependency {
             Dependency::Job(job) => Some(job.clone()),
-            Dependency::Stream(_) | Dependency::Event(_) => None,
+            Dependency::Stream(_) | Dependency::StreamOf { .. } | Dependency::Event(_) => None,
         });
-        let follows = follows.collect();
+        // A transfer by layer is its layers: whoever ends this job ends those first.
+        let follows = follows.flat_map(|job| job.each()).collect();
         let expected = self.device.expect(self.choice.strategy, self.choice.seconds().unwrap_or(0.0));
         job.fly(flight, Account { result, plan: self.plan.clone(), refused, report, follows, expected });
         Ok(())
@@ -292,7 +322,7 @@ pub(crate) fn refused(
     submitted: Instant,
     reason: String,
 ) -> TransferCompleteNotification {
-    let lane = (cuda.lanes.clone(), 0);
+    let lane = Ticket::none(&cuda.lanes);
     let job = CudaJob::held(device.gpu.clone(), Completion::new(None), submitted, pool.clone(), lane);
     let handle = TransferCompleteNotification::of_cuda(job.clone());
     job.ground(TransferFailure { engine, reason, failed_blocks: destinations(plan) });
@@ -311,6 +341,7 @@ pub(crate) fn marker(
 ) -> Result<TransferCompleteNotification> {
     let (gpu, stream) = match dependency {
         Dependency::Job(job) => return Ok(job.clone()),
+        Dependency::StreamOf { ordinal, stream } => (Gpu::open(*ordinal)?, *stream),
         Dependency::Stream(stream) => {
             let cx = device.gpu.enter()?;
             (owner_of(&device.gpu, &cx, *stream)?.unwrap_or_else(|| device.gpu.clone()), *stream)
@@ -326,11 +357,10 @@ pub(crate) fn marker(
             why: "a CUDA graph cannot hold them".to_owned(),
         });
     }
-    let lane = cuda.lanes.reserve(stream)?;
+    let lane = cuda.lanes.reserve(gpu, stream)?;
     let mut flight = Flight::new(gpu, &cx)?;
     flight.land(&cx, stream)?;
     pool.admit_part();
-    let lane = (cuda.lanes.clone(), lane);
     let job = CudaJob::held(gpu.clone(), Completion::part(), submitted, pool.clone(), lane);
     let strategy = TransferStrategy::CudaAsyncD2D;
     let result = TransferResult { bytes: 0, blocks: 0, seconds: 0.0, engine: Engine::Kernel, strategy };

@@ -5,8 +5,6 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
-use kvferry_cuda::FreeLater;
-
 use super::pool::Pool;
 use super::task::Work;
 use crate::error::Result;
@@ -147,8 +145,6 @@ impl HostJob {
                 strategy: TransferStrategy::Memcpy,
             }),
         };
-        // A copy thread must not wait for a device to free pinned memory.
-        let _later = FreeLater::enter();
         // This may drop the last owner of foreign memory, whose code is not ours; the job ends all the same.
         if catch_unwind(AssertUnwindSafe(|| drop(work))).is_err() {
             tracing::error!("the owner of a layout's memory panicked when dropped");
