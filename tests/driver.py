@@ -14,7 +14,7 @@ import time
 from contextlib import contextmanager
 from ctypes import byref, c_int, c_size_t, c_uint32, c_uint64, c_void_p
 from functools import cache
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 
@@ -250,12 +250,16 @@ class Mark:
 class Hold:
     """Holds a stream until released; lets go after `limit` seconds, so that a bug fails and does not hang."""
 
+    _held: ClassVar[int] = 0
+
     def __init__(self, stream: Stream, limit: float = 20) -> None:
-        # What earlier tests left would be freed while this holds, and freeing waits for the device.
-        gc.collect()
-        # A driver that waits in a free, for this stream among others, lets no thread launch: free before.
-        gc.collect()
-        settle_memory()
+        # What earlier tests left would be freed while this holds. A driver that waits in a free, for
+        # this stream among others, lets no thread launch: free before, unless a stream is held already.
+        if Hold._held == 0:
+            gc.collect()
+            settle_memory()
+        Hold._held += 1
+        self._ended = False
         self._words, self._at = _words(), _words().take()
         self.expired = False
         self._timer = threading.Timer(limit, self._expire)
@@ -268,17 +272,23 @@ class Hold:
         self.expired = True
         self._words.values[self._at] = 1
 
-    def release(self) -> None:
-        assert not self.expired, "the hold ran out: something waited for the held stream"
+    def _end(self) -> None:
         self._timer.cancel()
         self._words.values[self._at] = 1
+        if not self._ended:
+            self._ended = True
+            Hold._held -= 1
+
+    def release(self) -> None:
+        expired = self.expired
+        self._end()
+        assert not expired, "the hold ran out: something waited for the held stream"
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._timer.cancel()
-        self._words.values[self._at] = 1
+        self._end()
 
 
 @cache

@@ -69,7 +69,7 @@ class TestReplay:
     ) -> None:
         both = pair(small(), src, dst)
         with Stream() as stream:
-            graph, job = captured(shared, stream, both, SRC, DST, tag="never")
+            graph, job = captured(shared, stream, both, SRC, DST)
             with pytest.raises(kf.Error, match="captured"):
                 job.wait(1)
             with pytest.raises(kf.Error, match="captured"):
@@ -83,6 +83,20 @@ class TestReplay:
         eager = shared.transfer(both.src, both.dst, SRC, DST)
         eager.wait(60)
         assert not eager.captured
+
+    @pytest.mark.parametrize("option", [{"tag": "never"}, {"per_layer": True}])
+    def test_what_needs_an_end_is_refused(
+        self, shared: kf.TransferContext, src: str, dst: str, option: dict[str, Any]
+    ) -> None:
+        both = pair(small(), src, dst)
+        with Stream() as stream:
+
+            def body() -> None:
+                with pytest.raises(kf.Unsupported, match="under capture"):
+                    shared.transfer(both.src, both.dst, SRC, DST, stream=stream.handle, **option)
+
+            capture(stream, body).close()
+        assert shared.in_flight == 0 and shared.completed() == []
 
     @pytest.mark.parametrize("count", [100, 384, 385, 1000, 3799, 3801, 9000])
     def test_ids_are_the_graph_s(self, shared: kf.TransferContext, src: str, dst: str, count: int) -> None:

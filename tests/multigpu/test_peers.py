@@ -140,8 +140,35 @@ class TestShapes:
                 either.transfer(both.src, both.dst, SRC, DST, engine=engine)
 
 
+class TorchStream:
+    """A default stream as torch shows one: its handle is the same on every GPU."""
+
+    def __init__(self, ordinal: int) -> None:
+        self.cuda_stream, self.device_index = 0, ordinal
+
+
 @BOTH
 class TestOrder:
+    def test_the_default_stream_of_either_device(self, src: int, dst: int) -> None:
+        """Handle 0 is one stream per GPU: the one that the object says, not that of whichever GPU copies."""
+        both = peers(src, dst)
+        with kf.TransferContext(dst) as ctx:
+            for ordinal in (src, dst):
+                stream = DefaultStream(1, ordinal)
+                with Hold(stream) as hold:
+                    job = ctx.transfer(both.src, both.dst, SRC, DST, after=TorchStream(ordinal))
+                    time.sleep(0.02)
+                    assert not job.done()
+                    mark = None
+                    job.wait_on(TorchStream(ordinal))
+                    with current(ordinal):
+                        mark = Mark(stream)
+                    assert not mark.reached
+                    hold.release()
+                    job.wait(60)
+                    assert until(lambda mark=mark: mark.reached)
+        both.check(SRC, DST)
+
     @pytest.mark.parametrize("of", ["source", "destination"])
     @pytest.mark.parametrize("kind", ["own", "legacy"])
     def test_a_callers_stream_of_either_device(self, src: int, dst: int, of: str, kind: str) -> None:

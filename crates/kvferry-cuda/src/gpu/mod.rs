@@ -70,14 +70,32 @@ impl Gpu {
         if let Some(gpu) = in_use.get(&ordinal).and_then(Weak::upgrade) {
             return Ok(gpu);
         }
-        let info = DeviceInfo::get(ordinal)?;
         let context = PrimaryContext::get(ordinal)?;
         let kernels = {
             let _current = context.enter()?;
             let _relaxed = RelaxedCapture::enter()?;
             Kernels::load()?
         };
-        let gpu = Arc::new(Gpu {
+        let gpu = Arc::new(Gpu::made(DeviceInfo::get(ordinal)?, context, kernels));
+        in_use.insert(ordinal, Arc::downgrade(&gpu));
+        Ok(gpu)
+    }
+
+    /// The device `ordinal` for events on its streams only: as it is if somebody has opened it, else without kernels,
+    /// whose loading would wait for all work of the device.
+    ///
+    /// # Errors
+    /// Those of [`Driver::get`], [`CudaError::InvalidDevice`], and a failing context.
+    pub fn bystander(ordinal: u32) -> Result<Arc<Gpu>> {
+        if let Some(gpu) = lock(&IN_USE).get(&ordinal).and_then(Weak::upgrade) {
+            return Ok(gpu);
+        }
+        let info = DeviceInfo::get(ordinal)?;
+        Ok(Arc::new(Gpu::made(info, PrimaryContext::get(ordinal)?, Kernels::default())))
+    }
+
+    fn made(info: DeviceInfo, context: Arc<PrimaryContext>, kernels: Kernels) -> Gpu {
+        Gpu {
             info,
             serial: SERIALS.fetch_add(1, Relaxed),
             kernels,
@@ -86,9 +104,7 @@ impl Gpu {
             streams: Mutex::default(),
             service: Mutex::default(),
             context,
-        });
-        in_use.insert(ordinal, Arc::downgrade(&gpu));
-        Ok(gpu)
+        }
     }
 
     /// Device number.

@@ -295,7 +295,7 @@ impl TransferCompleteNotification {
             Pending::Cuda(job) => {
                 let mut gpu = job.gpu().clone();
                 let other = match ordinal {
-                    Some(ordinal) if ordinal != gpu.ordinal() => Some(Gpu::open(ordinal)?),
+                    Some(ordinal) if ordinal != gpu.ordinal() => Some(Gpu::bystander(ordinal)?),
                     Some(_) => None,
                     None => owner_of(&gpu, &gpu.enter()?, stream)?,
                 };

@@ -152,7 +152,7 @@ impl CudaSubmission {
                 Dependency::Stream(earlier) | Dependency::StreamOf { stream: earlier, .. } => {
                     let owner = match dependency {
                         Dependency::StreamOf { ordinal, .. } if *ordinal != gpu.ordinal() => {
-                            Some(Gpu::open(*ordinal)?)
+                            Some(Gpu::bystander(*ordinal)?)
                         }
                         Dependency::StreamOf { .. } => None,
                         _ => owner_of(gpu, cx, *earlier)?,
@@ -302,7 +302,7 @@ impl CudaSubmission {
 /// The GPU whose stream it is, if that is another one than `gpu`: events are recorded in the stream's own context.
 pub(crate) fn owner_of(gpu: &Gpu, cx: &ContextGuard<'_>, stream: StreamHandle) -> Result<Option<Arc<Gpu>>> {
     let ordinal = gpu.stream_device(cx, stream)?;
-    Ok(if ordinal == gpu.ordinal() { None } else { Some(Gpu::open(ordinal)?) })
+    Ok(if ordinal == gpu.ordinal() { None } else { Some(Gpu::bystander(ordinal)?) })
 }
 
 /// Destination ids of a plan, as the layout counts them. None are known of ids on the device.
@@ -341,7 +341,7 @@ pub(crate) fn marker(
 ) -> Result<TransferCompleteNotification> {
     let (gpu, stream) = match dependency {
         Dependency::Job(job) => return Ok(job.clone()),
-        Dependency::StreamOf { ordinal, stream } => (Gpu::open(*ordinal)?, *stream),
+        Dependency::StreamOf { ordinal, stream } => (Gpu::bystander(*ordinal)?, *stream),
         Dependency::Stream(stream) => {
             let cx = device.gpu.enter()?;
             (owner_of(&device.gpu, &cx, *stream)?.unwrap_or_else(|| device.gpu.clone()), *stream)
