@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import threading
 import time
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -188,17 +188,31 @@ def test_28_library_threads_do_not_break_captures(shared: kf.TransferContext) ->
     assert not failures, failures[0]
 
 
-def test_29_a_full_ring_never_blocks_the_thread_that_would_empty_it(shared: kf.TransferContext) -> None:
+@pytest.mark.parametrize(
+    "engine",
+    [
+        "kernel",
+        pytest.param(
+            "batch",
+            marks=pytest.mark.xfail(
+                reason="driver 580 waits in cuMemcpyBatchAsync behind a held stream", strict=False
+            ),
+        ),
+    ],
+)
+def test_29_a_full_ring_never_blocks_the_thread_that_would_empty_it(
+    shared: kf.TransferContext, engine: Literal["kernel", "batch"]
+) -> None:
     """Ring slots held by a stream that waits for this very thread: submitting goes on, or says Busy."""
     count = 6000  # more than the parameters of a launch hold
     both = pair(Geometry(count, 1, 1, 1, 1, 16, "uint8"), "pinned", "device")
     ids = list(range(count))
-    with Stream() as stream, Hold(stream, limit=60) as hold:
+    with Stream() as stream, Hold(stream, limit=30) as hold:
         jobs, slowest = [], 0.0
         for _ in range(scaled(100, 40)):
             start = time.monotonic()
             try:
-                jobs.append(shared.transfer(both.src, both.dst, ids, ids, stream=stream))
+                jobs.append(shared.transfer(both.src, both.dst, ids, ids, stream=stream, engine=engine))
             except kf.Busy:
                 break
             finally:

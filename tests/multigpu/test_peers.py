@@ -159,14 +159,13 @@ class TestOrder:
                     job = ctx.transfer(both.src, both.dst, SRC, DST, after=TorchStream(ordinal))
                     time.sleep(0.02)
                     assert not job.done()
-                    mark = None
                     job.wait_on(TorchStream(ordinal))
                     with current(ordinal):
                         mark = Mark(stream)
                     assert not mark.reached
                     hold.release()
                     job.wait(60)
-                    assert until(lambda mark=mark: mark.reached)
+                    assert until(lambda mark=mark: mark.reached)  # type: ignore[misc]
         both.check(SRC, DST)
 
     @pytest.mark.parametrize("of", ["source", "destination"])
@@ -195,6 +194,9 @@ class TestOrder:
 
     def test_after_streams_of_both_devices(self, either: kf.TransferContext, src: int, dst: int) -> None:
         both = peers(src, dst)
+        # A context's first copy to another GPU opens it, and loading kernels waits for that GPU's work.
+        either.transfer(both.src, both.dst, SRC[:1], DST[:1]).wait(60)
+        both.target.poison()
         with Stream(src) as a, Stream(dst) as b, Hold(a) as first, Hold(b) as second:
             job = either.transfer(both.src, both.dst, SRC, DST, after=[a, b])
             for hold in (first, second):
@@ -359,6 +361,32 @@ class TestTwoDevicesInOneThread:
                     ],
                     axes="block dim",
                 )
+
+
+class Particular:
+    """Exports memory of the current device only, as torch does."""
+
+    def __init__(self, region: Any, ordinal: int) -> None:
+        self._region, self._ordinal = region, ordinal
+
+    def __dlpack_device__(self) -> Any:
+        return self._region.__dlpack_device__()
+
+    def __dlpack__(self, **options: Any) -> Any:
+        if current_context() != primary(self._ordinal):
+            raise BufferError("another device is current")
+        return self._region.__dlpack__(**options)
+
+
+@pytest.mark.parametrize("ordinal", [0, 1])
+@pytest.mark.parametrize("before", [0, 1])
+def test_arrays_of_a_device_that_is_not_current(ordinal: int, before: int) -> None:
+    whole = Cache(Model(small(), "fc"), "device", ordinal).layout
+    region = whole.regions[0]
+    with current(before):
+        layout = kf.PhysicalLayout.from_tensors(Particular(region, ordinal), axes=" ".join(whole.region_axes))
+        assert current_context() == primary(before)
+    assert layout.memory == region.memory
 
 
 @pytest.mark.skipif(SIMULATED, reason="torch needs real GPUs")

@@ -4,6 +4,7 @@
 use std::ffi::{CStr, c_void};
 
 use kvferry::Dtype;
+use kvferry::cuda::Gpu;
 use pyo3::prelude::*;
 use pyo3::types::{PyCapsule, PyCapsuleMethods, PyDict};
 
@@ -74,7 +75,11 @@ pub(crate) const FLOAT8_E5M2: u8 = 12;
 /// Asks `object` for its memory. The producer's stream is not waited for (`stream=-1`): kvferry orders itself.
 pub(crate) fn import(object: &Bound<'_, PyAny>, name: &str) -> PyResult<Raw> {
     let py = object.py();
-    let (device, _): (i32, i32) = object.call_method0("__dlpack_device__")?.extract()?;
+    let (device, ordinal): (i32, i32) = object.call_method0("__dlpack_device__")?.extract()?;
+    // torch exports memory of the current device only.
+    let gpu = u32::try_from(ordinal).ok().filter(|_| device == DEVICE_CUDA);
+    let gpu = gpu.and_then(|ordinal| Gpu::bystander(ordinal).ok());
+    let _current = gpu.as_ref().and_then(|gpu| gpu.enter().ok());
     let options = PyDict::new(py);
     if device == DEVICE_CUDA {
         options.set_item("stream", -1)?;

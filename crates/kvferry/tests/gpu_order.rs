@@ -166,5 +166,24 @@ fn a_lane_is_not_given_away_while_a_job_is_to_come() {
     held.on_complete(move |outcome| told.send(outcome.is_ok()).unwrap());
     gate.open();
     assert!(heard.recv_timeout(PATIENCE).unwrap());
-    others.iter().for_each(|job| drop(job.wait(Some(PATIENCE)).unwrap()));
+    for job in others {
+        job.wait(Some(PATIENCE)).unwrap();
+    }
+}
+
+#[test]
+fn long_id_lists_that_nobody_waits_for_do_not_use_up_the_ring() {
+    if !gpu() {
+        return;
+    }
+    let ctx = context(false);
+    let [src, dst] = pair([MemoryKind::Pinned, DEVICE], 6000);
+    // More pairs than a launch has parameters for: every job leases a table of the ring, which has fewer.
+    let [forth, back]: [Vec<BlockId>; 2] =
+        [(0..6000).map(BlockId).collect(), (0..6000).rev().map(BlockId).collect()];
+    let options = TransferOptions { engine: Some(kvferry::Engine::Kernel), ..TransferOptions::default() };
+    let jobs: Vec<_> = (0..40).map(|_| ctx.transfer(&src, &dst, &forth, &back, &options).unwrap()).collect();
+    for job in jobs {
+        job.wait(Some(PATIENCE)).unwrap();
+    }
 }

@@ -94,23 +94,27 @@ class Products:
         first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         waiting: list[Any] = []
         call = 0
-        for mover in movers:
-            # Two in flight each way, and already running when the clock starts.
-            waiting += [(mover, mover.start(call + number)) for number in range(2)]
-            call += 2
-        with torch.cuda.stream(self._stream):
-            first.record()
-            for _ in range(self._count):
-                torch.mm(self._a, self._b, out=self._out)
-            last.record()
-        while waiting and not last.query():
-            mover, wait = waiting.pop(0)
-            wait()
-            ended += 1
-            call += 1
-            waiting.append((mover, mover.start(call)))
-        for _, wait in waiting:
-            wait()
+        try:
+            for mover in movers:
+                # Two in flight each way, and already running when the clock starts.
+                for _ in range(2):
+                    waiting.append((mover, mover.start(call)))
+                    call += 1
+            with torch.cuda.stream(self._stream):
+                first.record()
+                for _ in range(self._count):
+                    torch.mm(self._a, self._b, out=self._out)
+                last.record()
+            while waiting and not last.query():
+                mover, wait = waiting.pop(0)
+                wait()
+                ended += 1
+                call += 1
+                waiting.append((mover, mover.start(call)))
+        finally:
+            # What still moves would spoil the bar after this one.
+            for _, wait in waiting:
+                wait()
         last.synchronize()
         return first.elapsed_time(last) / 1e3, ended
 

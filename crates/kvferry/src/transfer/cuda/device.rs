@@ -33,10 +33,10 @@ pub(crate) struct Limits {
 }
 
 impl Limits {
-    /// Chunks of the id ring: an eighth of the pinned memory, and no more than a thirty-second of the device's.
+    /// Chunks of the id ring: a quarter of the pinned memory, and no more than a sixteenth of the device's.
     fn chunks(self) -> usize {
         let chunk = CHUNK_PAIRS as u64 * PAIR_BYTES;
-        (self.pinned_bytes / 8 / chunk).min(self.staging_bytes / 32 / chunk).max(1) as usize
+        (self.pinned_bytes / 4 / chunk).min(self.staging_bytes / 16 / chunk).max(1) as usize
     }
 
     fn stage_bytes(self) -> u64 {

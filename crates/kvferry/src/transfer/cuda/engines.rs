@@ -2,6 +2,7 @@
 
 use std::cell::RefCell;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use kvferry_cuda::{
     BadIdReport, BatchCopies, ContextGuard, CudaError, DeviceIds, Event, Flight, PairTable, StreamHandle,
@@ -10,6 +11,7 @@ use kvferry_cuda::{
 use kvferry_layout::{CopyPlan, step};
 
 use super::device::CudaDevice;
+use super::lanes::{BACK_PRESSURE, Lanes};
 use super::lower::{Lowered, Staged};
 use crate::error::{Error, Result};
 use crate::transfer::strategy::TransferStrategy;
@@ -17,6 +19,7 @@ use crate::transfer::strategy::TransferStrategy;
 /// What an engine needs to put a job on streams. `cx` proves that the GPU's context is current.
 pub(super) struct Launch<'a> {
     pub(super) device: &'a CudaDevice,
+    pub(super) lanes: &'a Lanes,
     pub(super) cx: &'a ContextGuard<'a>,
     pub(super) plan: &'a CopyPlan,
     pub(super) lowered: &'a Lowered,
@@ -72,6 +75,9 @@ fn ramped(mut pairs: &[u64], most: usize) -> impl Iterator<Item = &[u64]> {
     })
 }
 
+/// Between two looks for a free table.
+const LEASE_PAUSE: Duration = Duration::from_micros(50);
+
 thread_local! {
     /// A list of a megabyte would be paid for in page faults every time.
     static PAIRS: RefCell<Vec<u64>> = const { RefCell::new(Vec::new()) };
@@ -112,10 +118,7 @@ impl Launch<'_> {
                 // Replays read it as long as the graph lives, so it must be the graph's own.
                 kvferry_cuda::PairRing::own_table(&self.device.gpu, chunk)?
             } else {
-                ring.lease(chunk)?.ok_or(Error::Busy {
-                    what: "the ring for long id lists",
-                    limit: ring.capacity_pairs() as u64,
-                })?
+                self.lease(chunk)?
             };
             tables.push(table);
         }
@@ -127,6 +130,25 @@ impl Launch<'_> {
             done += table.len() as u32;
         }
         Ok(())
+    }
+
+    /// A table of the ring. Waits briefly for one while all are leased, as a launch into a full queue does.
+    fn lease(&self, pairs: &[u64]) -> Result<PairTable> {
+        let ring = &self.device.pairs;
+        let deadline = Instant::now() + BACK_PRESSURE;
+        loop {
+            if let Some(table) = ring.lease(pairs)? {
+                return Ok(table);
+            }
+            if Instant::now() >= deadline {
+                let limit = ring.capacity_pairs() as u64;
+                return Err(Error::Busy { what: "the ring for long id lists", limit });
+            }
+            // Jobs that nobody asks about keep their tables. Ended on the lanes' threads: this one may hold locks that
+            // completion callbacks take.
+            self.lanes.attend_each();
+            std::thread::sleep(LEASE_PAUSE);
+        }
     }
 
     /// The strided copy kernel with ids that it reads from device memory when it runs.

@@ -29,7 +29,7 @@ const QUEUE_BYTES: usize = 2 << 20;
 /// Jobs that fit whatever they hold.
 const FEW: usize = 32;
 /// How long a submission waits for a full queue before it is refused.
-const BACK_PRESSURE: Duration = Duration::from_millis(20);
+pub(super) const BACK_PRESSURE: Duration = Duration::from_millis(20);
 /// Jobs that may lie in a lane unattended, their handles kept and not looked at.
 const QUIET: usize = 8;
 
@@ -212,6 +212,12 @@ impl Lanes {
             state.closing = true;
             state.lanes.len()
         };
+        (0..lanes).for_each(|index| self.attend(index));
+    }
+
+    /// Jobs in flight are to be ended as soon as the device is through with them: somebody needs what they hold.
+    pub(crate) fn attend_each(&self) {
+        let lanes = lock(&self.state).lanes.len();
         (0..lanes).for_each(|index| self.attend(index));
     }
 

@@ -213,6 +213,7 @@ impl CudaSubmission {
     fn engine<'a>(&'a self, cx: &'a ContextGuard<'_>, stream: StreamHandle, capturing: bool) -> Launch<'a> {
         Launch {
             device: &self.device,
+            lanes: &self.cuda.lanes,
             cx,
             plan: &self.plan,
             lowered: &self.lowered,
