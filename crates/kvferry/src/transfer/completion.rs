@@ -21,7 +21,7 @@ use super::strategy::{Engine, TransferStrategy};
 use crate::error::{Error, Result};
 
 /// How the reason of a job begins that failed because another had.
-pub(crate) const FOLLOWED: &str = "a transfer it was to follow failed: ";
+const FOLLOWED: &str = "a transfer it was to follow failed: ";
 
 /// What a finished transfer did.
 #[derive(Clone, Debug, PartialEq)]
@@ -48,6 +48,14 @@ pub struct TransferFailure {
     pub reason: String,
     /// Ids of the destination layout that were not moved, or not wholly.
     pub failed_blocks: Vec<u32>,
+}
+
+impl TransferFailure {
+    /// The reason of a job that was to follow the failed one. The first cause only: reasons must not grow along a chain.
+    pub(crate) fn passed_on(&self) -> String {
+        let cause = self.reason.strip_prefix(FOLLOWED).unwrap_or(&self.reason);
+        format!("{FOLLOWED}{cause}")
+    }
 }
 
 fn shown(ids: &[u32]) -> String {

@@ -82,20 +82,15 @@ impl Submission<'_> {
         let stream = device.stream(self.choice.strategy, true);
         pool.admit(layers.len(), threads)?;
         let mut parts: Vec<TransferCompleteNotification> = Vec::with_capacity(layers.len());
-        let mut failed = None;
+        let mut failed: Option<String> = None;
         let left = layers.len();
+        let refuse = |plan: &CopyPlan, reason: &str| {
+            refused(cuda, device, pool, self.choice.engine, plan, self.submitted, reason.to_owned())
+        };
         for (layer, plan) in (first..).zip(layers) {
             // Once the driver has refused a layer, those after it are not tried.
             if let Some(reason) = &failed {
-                parts.push(refused(
-                    cuda,
-                    device,
-                    pool,
-                    self.choice.engine,
-                    &plan,
-                    self.submitted,
-                    String::clone(reason),
-                ));
+                parts.push(refuse(&plan, reason));
                 continue;
             }
             match self.part(cuda, device, plan.clone(), Some((layer, stream)), None) {
@@ -106,15 +101,7 @@ impl Submission<'_> {
                 }
                 Err(error) => {
                     let reason = error.to_string();
-                    parts.push(refused(
-                        cuda,
-                        device,
-                        pool,
-                        self.choice.engine,
-                        &plan,
-                        self.submitted,
-                        reason.clone(),
-                    ));
+                    parts.push(refuse(&plan, &reason));
                     failed = Some(reason);
                 }
             }

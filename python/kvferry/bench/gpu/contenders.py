@@ -68,14 +68,35 @@ class Kvferry:
         return self._on_stream(*self._ground.ids(call)).wait
 
 
-class Pointers:
+class OnStream:
+    """A contender whose work is all on one stream, and done when that is."""
+
+    def __init__(self, stream: driver.Stream) -> None:
+        self._stream = stream
+
+    def submit(self, call: int) -> None:
+        """Puts the work on the stream."""
+        raise NotImplementedError
+
+    def start(self, call: int, /) -> Callable[[], object]:
+        """Submits; what it returns waits."""
+        self.submit(call)
+        return self._stream.synchronize
+
+    def enqueue(self, call: int, /) -> Callable[[], object] | None:
+        """Submits on the bench's stream."""
+        self.submit(call)
+        return self._stream.synchronize
+
+
+class Pointers(OnStream):
     """A contender that is given addresses, worked out before it is timed."""
 
     name = ""
 
     def __init__(self, ground: Ground, stream: driver.Stream) -> None:
+        super().__init__(stream)
         self._ground = ground
-        self._stream = stream
         self._run_bytes = ground.cell.run_bytes
         self._tables: dict[int, Any] = {}
 
@@ -102,20 +123,6 @@ class Pointers:
         """What `prepare` made."""
         self.prepare(call)
         return self._tables[call % self._ground.calls]
-
-    def submit(self, call: int) -> None:
-        """Puts the copies on the stream."""
-        raise NotImplementedError
-
-    def start(self, call: int, /) -> Callable[[], object]:
-        """Submits; what it returns waits."""
-        self.submit(call)
-        return self._stream.synchronize
-
-    def enqueue(self, call: int, /) -> Callable[[], object] | None:
-        """Submits on the bench's stream."""
-        self.submit(call)
-        return self._stream.synchronize
 
 
 class CopyLoop(Pointers):

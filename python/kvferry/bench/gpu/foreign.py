@@ -12,6 +12,7 @@ import numpy as np
 
 from kvferry.bench.gpu.arrays import CudaArray
 from kvferry.bench.gpu.cells import LW
+from kvferry.bench.gpu.contenders import OnStream
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,15 +25,15 @@ _CHUNK_BLOCKS = 16
 _OBJECTS = 4
 
 
-class _Tensors:
+class _Tensors(OnStream):
     """Caches as the bfloat16 tensors an engine would have. Host blocks are neighbours, which is easier."""
 
     name = ""
 
     def __init__(self, ground: Ground, stream: Stream) -> None:
         self._torch: Any = importlib.import_module("torch")
+        super().__init__(stream)
         self._ground = ground
-        self._stream = stream
         self._direction = ground.cell.direction
         self._count = ground.cell.ids
         self._ids: dict[int, tuple[Ids, Ids, Any, Any]] = {}
@@ -101,18 +102,6 @@ class _Tensors:
             flat[start : start + store.tensor_bytes() // 2].view(shape.outer, store.slots, size)
             for start in starts
         ]
-
-    def submit(self, call: int) -> None:
-        """Puts the work on the stream."""
-        raise NotImplementedError
-
-    def start(self, call: int, /) -> Callable[[], object]:
-        self.submit(call)
-        return self._stream.synchronize
-
-    def enqueue(self, call: int, /) -> Callable[[], object] | None:
-        self.submit(call)
-        return self._stream.synchronize
 
 
 class TorchIndex(_Tensors):

@@ -18,8 +18,7 @@ use crate::error::Result;
 use crate::physical::PhysicalLayout;
 use crate::transfer::choose::Choice;
 use crate::transfer::completion::{
-    Completion, Ended, FOLLOWED, Outcome, Pending, TransferCompleteNotification, TransferFailure,
-    TransferResult,
+    Completion, Ended, Outcome, Pending, TransferCompleteNotification, TransferFailure, TransferResult,
 };
 use crate::transfer::host::{HostJob, Pool, Split, TASK_BYTES, Work};
 use crate::transfer::lock;
@@ -121,8 +120,7 @@ impl Flow {
 
     fn release(self: &Arc<Self>, outcome: Option<&Outcome>) {
         if let Some(Err(failure)) = outcome {
-            let cause = failure.reason.strip_prefix(FOLLOWED).unwrap_or(&failure.reason);
-            self.fail(format!("{FOLLOWED}{cause}"), &self.pairs);
+            self.fail(failure.passed_on(), &self.pairs);
         }
         if self.holds.fetch_sub(1, Ordering::AcqRel) > 1 {
             return;

@@ -18,10 +18,10 @@ use crate::transfer::strategy::TransferStrategy;
 
 /// Streams of one direction: enough to keep several transfers apart, few enough to share the hardware's queues.
 const STREAMS: usize = 4;
-/// Id pairs of one chunk of the ring for lists that do not fit into a kernel's parameters: 512 KiB.
+/// Id pairs of one chunk of the ring for lists that do not fit into a kernel's parameters.
 const CHUNK_PAIRS: usize = 64 << 10;
-/// Bytes of an id pair.
-const PAIR_BYTES: u64 = 8;
+/// Bytes of those, at eight a pair: 512 KiB.
+const CHUNK_BYTES: u64 = CHUNK_PAIRS as u64 * 8;
 
 /// Memory a context may take beyond its layouts.
 #[derive(Clone, Copy, Debug)]
@@ -35,16 +35,20 @@ pub(crate) struct Limits {
 impl Limits {
     /// Chunks of the id ring: a quarter of the pinned memory, and no more than a sixteenth of the device's.
     fn chunks(self) -> usize {
-        let chunk = CHUNK_PAIRS as u64 * PAIR_BYTES;
-        (self.pinned_bytes / 4 / chunk).min(self.staging_bytes / 16 / chunk).max(1) as usize
+        (self.pinned_bytes / 4 / CHUNK_BYTES).min(self.staging_bytes / 16 / CHUNK_BYTES).max(1) as usize
+    }
+
+    /// Bytes of all of them, pinned and as many on the device.
+    fn chunk_bytes(self) -> u64 {
+        self.chunks() as u64 * CHUNK_BYTES
     }
 
     fn stage_bytes(self) -> u64 {
-        self.staging_bytes.saturating_sub(self.chunks() as u64 * CHUNK_PAIRS as u64 * PAIR_BYTES)
+        self.staging_bytes.saturating_sub(self.chunk_bytes())
     }
 
     fn bounce_bytes(self) -> u64 {
-        self.pinned_bytes.saturating_sub(self.chunks() as u64 * CHUNK_PAIRS as u64 * PAIR_BYTES)
+        self.pinned_bytes.saturating_sub(self.chunk_bytes())
     }
 }
 

@@ -14,7 +14,7 @@ use super::reports::ReportLease;
 use super::submit::destinations;
 use crate::error::Result;
 use crate::transfer::completion::{
-    Completion, FOLLOWED, TransferCompleteNotification, TransferFailure, TransferResult,
+    Completion, TransferCompleteNotification, TransferFailure, TransferResult,
 };
 use crate::transfer::host::Pool;
 use crate::transfer::lock;
@@ -314,8 +314,7 @@ impl CudaJob {
         let outcome = if let Err(error) = outcome {
             Err(failed(error.to_string(), 0))
         } else if let Some(cause) = followed {
-            let cause = cause.reason.strip_prefix(FOLLOWED).unwrap_or(&cause.reason);
-            Err(failed(format!("{FOLLOWED}{cause}"), 0))
+            Err(failed(cause.passed_on(), 0))
         } else if let Some((done, reason)) = refused {
             Err(failed(reason, done))
         } else if let Some(bad) = report.and_then(|lease| lease.report().take()) {

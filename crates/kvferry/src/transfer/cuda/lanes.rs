@@ -207,12 +207,8 @@ impl Lanes {
 
     /// All jobs are waited for, by nobody in particular.
     pub(crate) fn attend_all(&self) {
-        let lanes = {
-            let mut state = lock(&self.state);
-            state.closing = true;
-            state.lanes.len()
-        };
-        (0..lanes).for_each(|index| self.attend(index));
+        lock(&self.state).closing = true;
+        self.attend_each();
     }
 
     /// Jobs in flight are to be ended as soon as the device is through with them: somebody needs what they hold.

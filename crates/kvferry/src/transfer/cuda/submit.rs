@@ -16,7 +16,7 @@ use crate::error::{Error, Result};
 use crate::physical::PhysicalLayout;
 use crate::transfer::choose::Choice;
 use crate::transfer::completion::{
-    Completion, FOLLOWED, Outcome, Pending, TransferCompleteNotification, TransferFailure, TransferResult,
+    Completion, Outcome, Pending, TransferCompleteNotification, TransferFailure, TransferResult,
 };
 use crate::transfer::host::Pool;
 use crate::transfer::lock;
@@ -143,8 +143,7 @@ impl CudaSubmission {
                 }
                 Dependency::Job(job) => {
                     if let Some(Err(failure)) = job.peek() {
-                        let cause = failure.reason.strip_prefix(FOLLOWED).unwrap_or(&failure.reason);
-                        doomed.get_or_insert_with(|| format!("{FOLLOWED}{cause}"));
+                        doomed.get_or_insert_with(|| failure.passed_on());
                     } else if !job.order(gpu, cx, stream)? {
                         held.push((job.clone(), true));
                     }
@@ -404,8 +403,7 @@ impl Held {
 
     fn release(&self, outcome: Option<&Outcome>) {
         if let Some(Err(failure)) = outcome {
-            let cause = failure.reason.strip_prefix(FOLLOWED).unwrap_or(&failure.reason);
-            lock(&self.failure).get_or_insert_with(|| format!("{FOLLOWED}{cause}"));
+            lock(&self.failure).get_or_insert_with(|| failure.passed_on());
         }
         if self.left.fetch_sub(1, Ordering::AcqRel) > 1 {
             return;

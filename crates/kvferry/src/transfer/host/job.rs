@@ -8,7 +8,7 @@ use std::time::Instant;
 use super::pool::Pool;
 use super::task::Work;
 use crate::error::Result;
-use crate::transfer::completion::{Completion, FOLLOWED, Outcome, TransferFailure, TransferResult};
+use crate::transfer::completion::{Completion, Outcome, TransferFailure, TransferResult};
 use crate::transfer::lock;
 use crate::transfer::strategy::{Engine, TransferStrategy};
 
@@ -71,9 +71,7 @@ impl HostJob {
             && !self.doomed.swap(true, Ordering::Relaxed)
         {
             let blocks = lock(&self.work).as_ref().map(|work| work.all_blocks()).unwrap_or_default();
-            // The first cause only: reasons must not grow along a chain.
-            let cause = failure.reason.strip_prefix(FOLLOWED).unwrap_or(&failure.reason);
-            self.fail(format!("{FOLLOWED}{cause}"), blocks);
+            self.fail(failure.passed_on(), blocks);
         }
         if self.holds.fetch_sub(1, Ordering::AcqRel) == 1 {
             if self.tasks == 0 || self.doomed.load(Ordering::Relaxed) {
