@@ -7,9 +7,12 @@ use kvferry_layout::Dtype;
 use kvferry_layout::exchange::{HeadLayout, RESULT_ALIGN, TensorInput};
 
 use super::comm::{Calls, Shared};
-use super::mesh::Notice;
+use super::error::{ExchangeFailure, When};
+
+use super::setup::SetupError;
 use super::result::{Output, OutputShared, ResultShape};
 use super::stats::add;
+use super::wire::Notice;
 use crate::error::{Error, Result};
 use crate::transfer::lock;
 
@@ -74,7 +77,7 @@ pub(super) fn empty_output(
             }
             _ => {
                 let reason = "its arguments were refused, or it made another number of outputs";
-                return Err(Error::Disagreement { rank, reason: reason.to_owned() });
+                return Err(SetupError::Disagree { rank, reason: reason.to_owned() }.into());
             }
         }
     }
@@ -123,36 +126,40 @@ pub(super) fn reset(shared: &Shared) -> Result<()> {
     }
     if calls.beyond_repair {
         let reason = "an earlier reset failed half way: set the communicator up anew";
-        return Err(Error::Disagreement { rank: shared.rank, reason: reason.to_owned() });
+        return Err(SetupError::Disagree { rank: shared.rank, reason: reason.to_owned() }.into());
     }
-    let outcome = reset_together(shared, &mut calls);
-    if outcome.is_err() {
-        calls.beyond_repair = true;
-    }
-    outcome
+    reset_together(shared, &mut calls)
 }
 
 /// Between the first and the second meeting no rank is in a call, and none begins one: what peers write into this rank's
 /// control words has been written, and nothing more is. Notices of the old session came before the first meeting, on the
 /// same sockets; those of the new one come after the second.
 fn reset_together(shared: &Shared, calls: &mut Calls) -> Result<()> {
-    shared.monitor.stop();
     let quiet = shared.backend.quiesce();
-    let words = shared.mesh.gather("reset", &message(&[nonce(), u64::from(quiet.is_ok())]), shared.patience)?;
+    let words = shared.mesh.gather("reset", &message(&[nonce()?, u64::from(quiet.is_ok())]), shared.patience)?;
     quiet?;
+    // From here on a failure leaves ranks in different sessions.
+    calls.beyond_repair = true;
     let agreed = words.first().and_then(|first| word(first, 0));
     let cleared = match agreed {
         Some(nonce) if words.iter().all(|part| word(part, 1) == Some(1)) => {
             calls.nonce = nonce;
             shared.monitor.mend(|| shared.backend.reset())
         }
-        _ => Err(Error::Disagreement {
+        _ => Err(SetupError::Disagree {
             rank: words.iter().position(|part| word(part, 1) != Some(1)).unwrap_or(0),
             reason: "its device does not come to rest".to_owned(),
-        }),
+        }
+        .into()),
     };
-    shared.mesh.agree("reset", cleared)?;
-    shared.monitor.open();
+    let together = shared.mesh.agree("reset", cleared);
+    if let Err(error) = together {
+        let when = When { epoch: 0, op: None };
+        let reason = format!("reset failed: {error}");
+        shared.monitor.fail(ExchangeFailure::Failed { rank: shared.rank, reason, when }, None);
+        return Err(error);
+    }
+    calls.beyond_repair = false;
     add(&shared.counters.resets, 1);
     tracing::debug!(rank = shared.rank, "all2all communicator reset");
     shared.monitor.check()
@@ -169,10 +176,12 @@ pub(super) fn close(shared: &Shared) -> Result<()> {
     let failure = shared.monitor.broken_by();
     // The ranks of a broken communicator may never close: whoever broke it is not waited for.
     let patience = if failure.is_some() { Duration::ZERO } else { GOODBYE };
-    if shared.world > 1 && !shared.monitor.wait_for_all_gone(patience) {
+    let all_gone = shared.monitor.wait_for_all_gone(patience);
+    if !all_gone {
         tracing::debug!(rank = shared.rank, "closed before all peers did");
     }
-    shared.backend.close();
+    shared.backend.close(all_gone);
+    drop(lock(&shared.watch).take());
     match failure {
         Some(failure) => Err(failure.into()),
         None => quiet,
@@ -180,11 +189,7 @@ pub(super) fn close(shared: &Shared) -> Result<()> {
 }
 
 /// A number that no other session has, but for chance.
-pub(super) fn nonce() -> u64 {
-    use std::hash::{BuildHasher, Hasher};
-    // Keyed by the system's random numbers.
-    let mut hasher = std::collections::hash_map::RandomState::new().build_hasher();
-    hasher.write_u32(std::process::id());
-    hasher.finish()
+pub(super) fn nonce() -> Result<u64> {
+    let io = |source| SetupError::Io { what: "random bytes".to_owned(), source };
+    Ok(u64::from_le_bytes(kvferry_host::random_bytes::<8>().map_err(io)?))
 }
-

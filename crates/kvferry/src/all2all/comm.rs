@@ -10,7 +10,7 @@ use kvferry_layout::exchange::{self, ExchangeOp, HeadLayout};
 
 use super::backend::Backend;
 use super::error::{ExchangeFailure, When};
-use super::mesh::{Mesh, Notice};
+use super::mesh::Mesh;
 use super::options::{CallOptions, ExchangeArray, ExchangeDevice, Landing};
 use super::plan::PlanCache;
 use super::pool::Pool;
@@ -18,6 +18,8 @@ use super::protocol::Refusal;
 use super::result::{ExchangeResult, Output};
 use super::state::Monitor;
 use super::stats::{Counters, ExchangeStats, get};
+use super::watch::Watch;
+use super::wire::Notice;
 use super::{All2AllBuilder, collective};
 use crate::error::{Error, Result};
 use crate::transfer::lock;
@@ -72,7 +74,8 @@ pub(super) struct Shared {
     pub(super) pool: Arc<Pool>,
     pub(super) counters: Counters,
     pub(super) calls: Mutex<Calls>,
-    /// Dropped last: it ends the thread that watches the peers.
+    /// Ended by closing.
+    pub(super) watch: Mutex<Option<Watch>>,
     pub(super) mesh: Arc<Mesh>,
 }
 
@@ -317,6 +320,6 @@ impl Drop for Shared {
         if !std::thread::panicking() {
             self.mesh.tell(Notice::Bye);
         }
-        self.backend.close();
+        self.backend.close(false);
     }
 }

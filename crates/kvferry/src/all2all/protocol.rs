@@ -1,5 +1,5 @@
 //! The decisions of one call, for both backends. The kernel (`cuda/include/kvferry/exchange.cuh`) and the CPU backend
-//! carry out the same steps over the same words (`kvferry_kernels::exchange`); where they must decide alike, they do as
+//! carry out the same steps over the same words (`kvferry_kernels`); where they must decide alike, they do as
 //! is written here.
 //!
 //! Call number `e` of a rank, in this order:

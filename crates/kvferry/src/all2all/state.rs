@@ -8,8 +8,12 @@ use kvferry_layout::exchange::ExchangeOp;
 
 use super::backend::Backend;
 use super::error::{ExchangeFailure, Fault, FaultKind, When};
-use super::mesh::{Event, Mesh, Notice};
+use super::mesh::Mesh;
 use super::protocol::Refusal;
+#[cfg(test)]
+use super::watch::DeathCause;
+use super::watch::Event;
+use super::wire::Notice;
 use crate::error::{Error, Result};
 use crate::transfer::lock;
 
@@ -34,6 +38,8 @@ pub(crate) struct Monitor {
     gone: (Mutex<()>, Condvar),
     /// Code of the operation that runs, or 0.
     running: AtomicU32,
+    /// Number of resets.
+    session: AtomicU32,
     backend: OnceLock<Arc<dyn Backend>>,
     mesh: OnceLock<Arc<Mesh>>,
 }
@@ -49,6 +55,7 @@ impl Monitor {
             dead: AtomicU64::new(0),
             gone: Default::default(),
             running: AtomicU32::new(0),
+            session: AtomicU32::new(0),
             backend: OnceLock::new(),
             mesh: OnceLock::new(),
         }
@@ -135,7 +142,7 @@ impl Monitor {
         if let Some(refusal) = tell
             && let Some(mesh) = self.mesh.get()
         {
-            mesh.tell(notice_of(&failure, refusal));
+            mesh.tell(notice_of(&failure, refusal, self.session.load(Ordering::Acquire) as u8));
         }
         failure
     }
@@ -180,21 +187,23 @@ impl Monitor {
     /// What the watching thread saw.
     pub(crate) fn event(&self, event: Event) {
         match event {
-            Event::Abort { from, notice } => {
-                let failure = failure_of(from, &notice, |peer| self.pid(peer));
-                self.fail(failure, None);
-            }
-            Event::Bye { from } => {
-                self.mark_gone(&self.left, from);
-                if let Some(backend) = self.backend.get() {
-                    backend.peer_left(from);
+            Event::Abort { from, kind, peer, epoch } => {
+                let word = NoticeWord::unpack(kind);
+                // What an earlier session was told may be read after the reset that ended it.
+                if word.session == self.session.load(Ordering::Acquire) as u8 && peer < self.world {
+                    self.fail(word.failure(from, peer, epoch, self.pid(peer)), None);
                 }
             }
-            Event::Death { peer } => {
+            Event::Bye { peer } => {
+                self.mark_gone(&self.left, peer);
+                if let Some(backend) = self.backend.get() {
+                    backend.peer_left(peer);
+                }
+            }
+            Event::Death { peer, pid, .. } => {
                 self.mark_gone(&self.dead, peer);
-                if self.phase.load(Ordering::Acquire) != CLOSED {
-                    let failure = ExchangeFailure::PeerDied { peer, pid: self.pid(peer), when: self.when() };
-                    self.fail(failure, None);
+                if !self.is_closed() {
+                    self.fail(ExchangeFailure::PeerDied { peer, pid, when: self.when() }, None);
                 }
             }
         }
@@ -240,6 +249,7 @@ impl Monitor {
     pub(crate) fn mend(&self, clear: impl FnOnce() -> Result<()>) -> Result<()> {
         let mut failure = lock(&self.failure);
         clear()?;
+        self.session.fetch_add(1, Ordering::AcqRel);
         if self.dead.load(Ordering::Acquire) != 0 {
             // It died before `clear`, and the failure is still that, or it is found by the caller's next agreement.
             self.abort_backend();
@@ -279,19 +289,60 @@ fn refusal_text(code: u64) -> String {
     }
 }
 
-/// Kinds of failure, as notices carry them: the kind in the lowest byte, the operation in the next, and the code of a
-/// refusal above.
+/// Kinds of failure, as notices carry them.
 mod kind {
-    pub(super) const MISMATCH: u32 = 1;
-    pub(super) const TIMEOUT: u32 = 2;
-    pub(super) const DIED: u32 = 3;
-    pub(super) const CLOSED: u32 = 4;
-    pub(super) const ABORTED: u32 = 5;
-    pub(super) const FAILED: u32 = 6;
+    pub(super) const MISMATCH: u8 = 1;
+    pub(super) const TIMEOUT: u8 = 2;
+    pub(super) const DIED: u8 = 3;
+    pub(super) const CLOSED: u8 = 4;
+    pub(super) const ABORTED: u8 = 5;
+    pub(super) const FAILED: u8 = 6;
 }
 
-fn notice_of(failure: &ExchangeFailure, refusal: Option<Refusal>) -> Notice {
-    let (code, peer, when) = match failure {
+/// What fits the code of a notice: four bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct NoticeWord {
+    kind: u8,
+    /// Code of the operation, or 0.
+    op: u8,
+    /// Code of the refusal, or 0.
+    refusal: u8,
+    /// Number of resets before, wrapping.
+    session: u8,
+}
+
+impl NoticeWord {
+    const fn pack(self) -> u32 {
+        u32::from_le_bytes([self.kind, self.op, self.refusal, self.session])
+    }
+
+    const fn unpack(word: u32) -> NoticeWord {
+        let [kind, op, refusal, session] = word.to_le_bytes();
+        NoticeWord { kind, op, refusal, session }
+    }
+
+    fn failure(self, from: usize, peer: usize, epoch: u64, pid: u32) -> ExchangeFailure {
+        let when = When { epoch, op: ExchangeOp::from_code(self.op.into()) };
+        let told = || format!("as rank {from} tells");
+        match self.kind {
+            kind::MISMATCH => {
+                let reason = match Refusal::from_code(self.refusal.into()) {
+                    Some(refusal) => refusal.to_string(),
+                    None => format!("it differs from other ranks, {}", told()),
+                };
+                ExchangeFailure::Mismatch { rank: peer, reason, when }
+            }
+            kind::TIMEOUT => ExchangeFailure::PeerTimeout { peer, waited: Duration::ZERO, when },
+            kind::DIED => ExchangeFailure::PeerDied { peer, pid, when },
+            kind::CLOSED => ExchangeFailure::PeerClosed { peer, pid, when },
+            kind::ABORTED => ExchangeFailure::Aborted { rank: peer, reason: told(), when },
+            _ => ExchangeFailure::Failed { rank: peer, reason: told(), when },
+        }
+    }
+}
+
+fn notice_of(failure: &ExchangeFailure, refusal: Option<Refusal>, session: u8) -> Notice {
+    let (kind, peer, when) = match failure {
         ExchangeFailure::Mismatch { rank, when, .. } => (kind::MISMATCH, *rank, when),
         ExchangeFailure::PeerTimeout { peer, when, .. } => (kind::TIMEOUT, *peer, when),
         ExchangeFailure::PeerDied { peer, when, .. } => (kind::DIED, *peer, when),
@@ -299,27 +350,70 @@ fn notice_of(failure: &ExchangeFailure, refusal: Option<Refusal>) -> Notice {
         ExchangeFailure::Aborted { rank, when, .. } => (kind::ABORTED, *rank, when),
         ExchangeFailure::Failed { rank, when, .. } => (kind::FAILED, *rank, when),
     };
-    let op = when.op.map_or(0, ExchangeOp::code);
-    // Codes of refusals are small.
-    let refusal = refusal.map_or(0, Refusal::code) as u32;
-    Notice::Abort { kind: code | op << 8 | refusal << 16, peer, epoch: when.epoch }
+    // Codes of operations and refusals are small.
+    let op = when.op.map_or(0, ExchangeOp::code) as u8;
+    let refusal = refusal.map_or(0, Refusal::code) as u8;
+    Notice::Abort { kind: NoticeWord { kind, op, refusal, session }.pack(), peer, epoch: when.epoch }
 }
 
-fn failure_of(from: usize, (word, peer, epoch): (u32, usize, u64), pid: u32) -> ExchangeFailure {
-    let when = When { epoch, op: ExchangeOp::from_code(word >> 8 & 0xFF) };
-    let told = || format!("as rank {from} tells");
-    match word & 0xFF {
-        kind::MISMATCH => {
-            let reason = match Refusal::from_code((word >> 16).into()) {
-                Some(refusal) => refusal.to_string(),
-                None => format!("it differs from the others, {}", told()),
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_failure_told_is_the_failure_meant() {
+        let when = When { epoch: 9, op: Some(ExchangeOp::GatherHeads) };
+        let failures = [
+            ExchangeFailure::PeerTimeout { peer: 2, waited: Duration::ZERO, when },
+            ExchangeFailure::PeerDied { peer: 2, pid: 77, when },
+            ExchangeFailure::PeerClosed { peer: 2, pid: 77, when },
+            ExchangeFailure::Aborted { rank: 2, reason: "as rank 1 tells".to_owned(), when },
+            ExchangeFailure::Failed { rank: 2, reason: "as rank 1 tells".to_owned(), when },
+            ExchangeFailure::Mismatch { rank: 2, reason: Refusal::Memory.to_string(), when },
+        ];
+        for failure in failures {
+            let Notice::Abort { kind, peer, epoch } = notice_of(&failure, Some(Refusal::Memory), 3) else {
+                panic!("a notice of another kind")
             };
-            ExchangeFailure::Mismatch { rank: peer, reason, when }
+            let word = NoticeWord::unpack(kind);
+            assert_eq!(word.session, 3);
+            assert_eq!(word.failure(1, peer, epoch, 77), failure);
         }
-        kind::TIMEOUT => ExchangeFailure::PeerTimeout { peer, waited: Duration::ZERO, when },
-        kind::DIED => ExchangeFailure::PeerDied { peer, pid, when },
-        kind::CLOSED => ExchangeFailure::PeerClosed { peer, pid, when },
-        kind::ABORTED => ExchangeFailure::Aborted { rank: peer, reason: told(), when },
-        _ => ExchangeFailure::Failed { rank: peer, reason: told(), when },
+    }
+
+    #[test]
+    fn the_first_failure_wins_and_notices_of_an_earlier_session_do_not_count() {
+        let monitor = Monitor::new(0, 2);
+        let when = When { epoch: 1, op: None };
+        let first = ExchangeFailure::Aborted { rank: 0, reason: "mine".to_owned(), when };
+        let other = ExchangeFailure::PeerDied { peer: 1, pid: 5, when };
+        assert_eq!(monitor.fail(first.clone(), None), first);
+        assert_eq!(monitor.fail(other.clone(), None), first);
+        assert!(matches!(monitor.check(), Err(Error::Exchange(found)) if found == first));
+        monitor.mend(|| Ok(())).unwrap();
+        monitor.check().unwrap();
+        let Notice::Abort { kind, peer, epoch } = notice_of(&other, None, 0) else { panic!() };
+        monitor.event(Event::Abort { from: 1, kind, peer, epoch });
+        monitor.check().unwrap();
+        let Notice::Abort { kind, peer, epoch } = notice_of(&other, None, 1) else { panic!() };
+        monitor.event(Event::Abort { from: 1, kind, peer, epoch });
+        assert!(matches!(monitor.check(), Err(Error::Exchange(ExchangeFailure::PeerDied { peer: 1, .. }))));
+    }
+
+    #[test]
+    fn closing_waits_for_the_others() {
+        let monitor = Monitor::new(1, 3);
+        assert!(!monitor.wait_for_all_gone(Duration::from_millis(5)));
+        monitor.event(Event::Bye { peer: 0 });
+        monitor.close();
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                std::thread::sleep(Duration::from_millis(10));
+                monitor.event(Event::Death { peer: 2, pid: 1, how: DeathCause::HungUp });
+            });
+            assert!(monitor.wait_for_all_gone(Duration::from_secs(60)));
+        });
+        assert_eq!(monitor.broken_by(), None);
+        assert!(Monitor::new(0, 1).wait_for_all_gone(Duration::ZERO));
     }
 }
