@@ -115,6 +115,47 @@ class WaitTimeout(Error, TimeoutError):  # noqa: N818
     seconds: float
 
 
+class PeerTimeout(Error, TimeoutError):  # noqa: N818
+    """Rank `peer` did not come in time: `op`, its `epoch` (number of the call) and the `seconds` waited.
+
+    From then on the communicator raises it everywhere; reset() makes it usable again.
+    """
+
+    peer: int
+    op: str
+    epoch: int
+    seconds: float
+
+
+class PeerDied(Error, ConnectionError):  # noqa: N818
+    """Rank `peer`, process `pid`, has gone: seen in the call `op` number `epoch` (None outside calls).
+
+    From then on the communicator raises it everywhere; make a new one with the ranks that are left.
+    """
+
+    peer: int
+    pid: int
+    op: str | None
+    epoch: int | None
+
+
+class ContractMismatch(Error, ValueError):  # noqa: N818
+    """The ranks do not call for the same thing: `rank` is the one that differs, `reason` says how.
+
+    No byte has moved. From then on the communicator raises it everywhere; reset() makes it usable again.
+    """
+
+    rank: int
+    reason: str
+
+
+class CapacityError(Error, ValueError):
+    """A call whose largest result has `needed` bytes, more than the communicator's `capacity`."""
+
+    needed: int
+    capacity: int
+
+
 class Busy(Error, RuntimeError):  # noqa: N818
     """Not now: the job is still running, or a resource is in use."""
 

@@ -25,6 +25,7 @@ mod streams;
 mod transfer;
 mod users;
 mod verify;
+mod view;
 mod words;
 
 /// Native core of kvferry. Import `kvferry` instead.
