@@ -4,6 +4,7 @@ use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use std::time::Duration;
 
+use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags};
 
 use crate::child_fds::CloseInChild;
@@ -28,7 +29,7 @@ impl ProcessWatch {
     /// while the peer is known to be there.
     ///
     /// # Errors
-    /// The kernel has no pidfds (before 5.3), forbids them, or the process is gone (`ESRCH`).
+    /// The kernel has no pidfds (before 5.3), forbids them, or the process is gone (`NotFound`).
     pub fn of_peer(socket: &PeerSocket) -> io::Result<ProcessWatch> {
         match CloseInChild::open(|| peer_pidfd(socket)) {
             Ok(fd) => Ok(ProcessWatch { fd }),
@@ -39,7 +40,7 @@ impl ProcessWatch {
             Err(error)
                 if matches!(error.raw_os_error(), Some(libc::EINVAL | libc::ESRCH | libc::ENODATA)) =>
             {
-                Err(io::Error::from_raw_os_error(libc::ESRCH))
+                Err(gone())
             }
             Err(error) => Err(error),
         }
@@ -48,11 +49,15 @@ impl ProcessWatch {
     /// Watches the process with this number.
     ///
     /// # Errors
-    /// No such process, or the kernel has no pidfds or forbids them.
+    /// No such process (`NotFound`), or the kernel has no pidfds or forbids them.
     pub fn of_pid(pid: u32) -> io::Result<ProcessWatch> {
         let pid = i32::try_from(pid).ok().and_then(Pid::from_raw);
-        let pid = pid.ok_or_else(|| io::Error::from_raw_os_error(libc::ESRCH))?;
-        Ok(ProcessWatch { fd: CloseInChild::open(|| rustix::process::pidfd_open(pid, PidfdFlags::empty()))? })
+        let pid = pid.ok_or_else(gone)?;
+        match CloseInChild::open(|| rustix::process::pidfd_open(pid, PidfdFlags::empty())) {
+            Ok(fd) => Ok(ProcessWatch { fd }),
+            Err(Errno::SRCH) => Err(gone()),
+            Err(error) => Err(error.into()),
+        }
     }
 
     /// Whether the process has ended. Never waits.
@@ -66,6 +71,10 @@ impl AsFd for ProcessWatch {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.fd.as_fd()
     }
+}
+
+fn gone() -> io::Error {
+    io::Error::new(io::ErrorKind::NotFound, "the process has ended")
 }
 
 fn peer_pidfd(socket: &PeerSocket) -> io::Result<OwnedFd> {

@@ -16,6 +16,8 @@ pub enum Interest {
     Write,
     /// Either.
     Both,
+    /// Only the end, however much there is to read.
+    End,
 }
 
 /// What was found.
@@ -25,6 +27,8 @@ pub struct Readiness {
     pub readable: bool,
     /// Writing would not block: room, or an error.
     pub writable: bool,
+    /// The other end is gone, or the descriptor is broken; there may still be something to read.
+    pub ended: bool,
 }
 
 /// Waits until one of `fds` is ready, at most `timeout` (`None`: without limit); the state of each, in order. All are
@@ -41,6 +45,8 @@ pub fn poll_fds(fds: &[(BorrowedFd<'_>, Interest)], timeout: Option<Duration>) -
                 Interest::Read => PollFlags::IN,
                 Interest::Write => PollFlags::OUT,
                 Interest::Both => PollFlags::IN | PollFlags::OUT,
+                // The end is always told.
+                Interest::End => PollFlags::empty(),
             };
             PollFd::from_borrowed_fd(fd, events)
         })
@@ -63,8 +69,9 @@ pub fn poll_fds(fds: &[(BorrowedFd<'_>, Interest)], timeout: Option<Duration>) -
             let found = fd.revents();
             let is = |flags: PollFlags| found.intersects(flags.union(ended));
             Readiness {
-                readable: *interest != Interest::Write && is(PollFlags::IN),
-                writable: *interest != Interest::Read && is(PollFlags::OUT),
+                readable: matches!(interest, Interest::Read | Interest::Both) && is(PollFlags::IN),
+                writable: matches!(interest, Interest::Write | Interest::Both) && is(PollFlags::OUT),
+                ended: found.intersects(ended),
             }
         })
         .collect())

@@ -55,7 +55,7 @@ pub use builder::All2AllBuilder;
 pub use comm::{All2All, GatherAxis};
 pub use error::{ExchangeFailure, When};
 pub use options::{CallOptions, CopyTarget, ExchangeArray, ExchangeDevice, ExchangeEngine, Landing};
-pub use rendezvous::{Rendezvous, rendezvous};
+pub use rendezvous::{MAX_KEY, MAX_VALUE, Rendezvous, rendezvous};
 pub use result::{ExchangeResult, Output, ResultShape};
 pub use setup::SetupError;
 pub use stats::ExchangeStats;
