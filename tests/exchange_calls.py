@@ -10,8 +10,9 @@ from exchange_reference import laid_out, raw, same, strided
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    import kvferry as kf
     from exchange_reference import Layout, Operation, Tensor
+
+    import kvferry as kf
 
 OPERATIONS: tuple[Operation, ...] = (
     "send_recv_heads",
@@ -29,7 +30,7 @@ def in_layout(array: Any, layout: Layout) -> Any:
 def given(
     tensor: Tensor, operation: Operation, rank: int, layout: Layout = "BNHD", how: str = "packed"
 ) -> Any:
-    """What a rank passes: the oracle's slice with the strides asked for, its axes in the order of `layout`."""
+    """What a rank passes: the oracle's slice, its axes in the order of `layout`, with strides as asked."""
     return strided(laid_out(tensor.before(operation, rank), layout), how)
 
 
@@ -74,7 +75,7 @@ def exchanged(
     plain: bool = False,
     **options: Any,
 ) -> tuple[Any, ...]:
-    """Calls with the oracle's inputs and compares every byte of the results, and that the inputs are as before."""
+    """Calls with the oracle's inputs; compares every byte of the results, and that the inputs are intact."""
     arrays = tuple(given(tensor, operation, rank, layout, how) for tensor in tensors)
     before = [raw(array).copy() for array in arrays]
     said = contract(operation, tensors, plain=plain, layout=layout, **options)
@@ -88,7 +89,11 @@ def exchanged(
 
 
 def verify(
-    results: Sequence[Any], rank: int, operation: Operation, tensors: Sequence[Tensor], layout: Layout = "BNHD"
+    results: Sequence[Any],
+    rank: int,
+    operation: Operation,
+    tensors: Sequence[Tensor],
+    layout: Layout = "BNHD",
 ) -> None:
     """Compares results again, such as those held for long."""
     for tensor, result in zip(tensors, results, strict=True):

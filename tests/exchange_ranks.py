@@ -1,4 +1,4 @@
-"""Ranks of an exchange: threads of this process, or processes that can be stopped and killed; and what they may leave.
+"""Ranks of an exchange: threads, or processes that can be stopped and killed; and what they may leave.
 
 Every wait has a deadline, every process is ended at the end of its test, whatever happened.
 """
@@ -215,9 +215,7 @@ class Rank:
                 kind, *rest = self._next(end)
             except EOFError:
                 self.process.join(5)
-                raise AssertionError(
-                    f"rank died with {self.process.exitcode} at {self.stages}"
-                ) from None
+                raise AssertionError(f"rank died with {self.process.exitcode} at {self.stages}") from None
             if kind == "stage":
                 self.stages.append(rest[0])
             elif kind == "error":
@@ -266,7 +264,7 @@ class Ranks(list[Rank]):
 
 
 def processes(world: int, body: Callable[..., Any], **arguments: Any) -> Ranks:
-    """Starts a process per rank that runs `body(rank, world, told, **arguments)`, a function of `exchange_bodies`."""
+    """Starts processes that run `body(rank, world, told, **arguments)`, a function of `exchange_bodies`."""
     ranks = Ranks()
     context = _context()
     for rank in range(world):
@@ -288,8 +286,7 @@ def _shared_memory() -> set[str]:
 def _sockets() -> set[str]:
     """Names of bound Unix sockets of kvferry's."""
     with open("/proc/net/unix") as file:
-        names = {line.split()[-1] for line in file if "kvferry" in line}
-    return names
+        return {line.split()[-1] for line in file if "kvferry" in line}
 
 
 def _threads() -> list[str]:

@@ -1,7 +1,7 @@
-"""What an exchange must give, by slicing one whole array in NumPy: nothing here knows how kvferry splits its work.
+"""What an exchange must give, by slicing one whole array in NumPy; nothing here knows kvferry.
 
-A tensor exists once, as `whole` [B, tokens of all ranks, H, D]. Before `send_recv_heads` a rank holds the slice of its
-tokens, after it the slice of its heads; `gather_heads` and `allgather` are other pairs of such slices.
+A tensor exists once, as `whole` [B, tokens of all ranks, H, D]. Before `send_recv_heads` a rank holds the
+slice of its tokens, after it that of its heads; the other operations are other pairs of such slices.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ STRIDES = ("packed", "padded heads", "padded tokens", "fused", "transposed", "re
 
 
 def strided(array: NDArray[Any], how: str) -> NDArray[Any]:
-    """The same elements with other strides of the first three axes; those of the last one stay side by side."""
+    """The same elements with other strides of the first three axes; the last one stays contiguous."""
     first, second, third, dim = array.shape
     if how == "packed":
         return np.ascontiguousarray(array)

@@ -23,7 +23,7 @@ import os
 from kvferry import _async as _async  # loaded now, not inside the first await
 from kvferry._core import (
     All2All,
-    Array,
+    ExchangeArray,
     HostRegistration,
     LayoutConfig,
     Memory,
@@ -49,6 +49,7 @@ from kvferry._core import (
     vectorized_copy,
 )
 from kvferry._errors import (
+    Aborted,
     BlockIdError,
     Busy,
     CapacityError,
@@ -77,8 +78,8 @@ if _level := os.environ.get("KVFERRY_LOG"):
 __version__: str = build_info()["version"]
 
 __all__ = [
+    "Aborted",
     "All2All",
-    "Array",
     "BlockIdError",
     "Busy",
     "CapacityError",
@@ -87,6 +88,7 @@ __all__ = [
     "CudaError",
     "DuplicateBlockError",
     "Error",
+    "ExchangeArray",
     "ForkError",
     "GuardError",
     "HostMemoryError",

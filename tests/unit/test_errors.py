@@ -27,6 +27,7 @@ BASES: dict[type[kf.Error], type[Exception]] = {
     kf.PeerDied: ConnectionError,
     kf.ContractMismatch: ValueError,
     kf.CapacityError: ValueError,
+    kf.Aborted: RuntimeError,
     kf.Busy: RuntimeError,
     kf.ClosedError: RuntimeError,
     kf.ForkError: RuntimeError,

@@ -75,7 +75,8 @@ pub(crate) fn to_py(py: Python<'_>, error: Error) -> PyErr {
             d.set_item("expected", found.expected)?;
             d.set_item("found", found.found)
         }),
-        Error::Contract(_) | Error::ArrayBounds { .. } => plain(py, "LayoutError", message),
+        Error::Contract(error) => plain(py, all2all::refusal(&error), message),
+        Error::ArrayBounds { .. } => plain(py, "LayoutError", message),
         Error::Exchange(failure) => all2all::failure(py, failure),
         Error::Setup(error) => all2all::setup(py, error),
         Error::Capacity { needed, capacity, .. } => raise(py, "CapacityError", message, |d| {

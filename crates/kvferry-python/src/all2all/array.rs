@@ -12,7 +12,7 @@ use pyo3::types::{PyCapsule, PyDict, PyTuple};
 
 use super::held::Held;
 use crate::dlpack::DlDataType;
-use crate::export::{self, Device, Export};
+use crate::export::{Device, Export};
 use crate::view::{Asked, View};
 
 /// How a result is shown: its axes in the order of the layout, with or without the last one.
@@ -170,4 +170,3 @@ impl ExchangeArray {
         format!("ExchangeArray({shape:?}, {dtype}, {memory} memory)")
     }
 }
-

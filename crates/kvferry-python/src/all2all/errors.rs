@@ -1,6 +1,7 @@
 //! What breaks a communicator, or keeps ranks from meeting, as Python's exceptions.
 
 use kvferry::all2all::{ExchangeFailure, SetupError, When};
+use kvferry::layout::ExchangeError;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
@@ -42,6 +43,20 @@ fn mismatch(py: Python<'_>, message: String, rank: usize, reason: &str) -> PyErr
         d.set_item("rank", rank)?;
         d.set_item("reason", reason)
     })
+}
+
+/// The class of what a contract refuses: an option that cannot be, or tensors that do not fit.
+pub(crate) fn refusal(error: &ExchangeError) -> &'static str {
+    match error {
+        ExchangeError::World { .. }
+        | ExchangeError::Rank { .. }
+        | ExchangeError::ListCount { .. }
+        | ExchangeError::ListLength { .. }
+        | ExchangeError::UnusedOption { .. }
+        | ExchangeError::Exclusive { .. }
+        | ExchangeError::UnknownLayout { .. } => "OptionError",
+        _ => "LayoutError",
+    }
 }
 
 /// Ranks that did not find each other, or did not agree.

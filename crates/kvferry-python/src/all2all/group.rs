@@ -27,13 +27,14 @@ fn next_of(group: &str) -> u64 {
 }
 
 /// The ranks of `group`, by default of the whole job.
-pub(crate) fn members<'py>(
-    py: Python<'py>,
-    group: Option<&Bound<'py, PyAny>>,
-) -> PyResult<Members<'py>> {
+pub(crate) fn members<'py>(py: Python<'py>, group: Option<&Bound<'py, PyAny>>) -> PyResult<Members<'py>> {
     let dist = py.import("torch.distributed")?;
     if !dist.call_method0("is_initialized")?.is_truthy()? {
-        return Err(plain(py, "OptionError", "torch.distributed has no process group: call init_process_group()"));
+        return Err(plain(
+            py,
+            "OptionError",
+            "torch.distributed has no process group: call init_process_group()",
+        ));
     }
     let native = dist.getattr("distributed_c10d")?;
     let group = match group {

@@ -177,8 +177,7 @@ fn place(
     declared: Option<Dtype>,
     (unnamed, home): (bool, MemoryKind),
 ) -> PyResult<(ExchangeArray, bool)> {
-    let dtype =
-        element(py, index, raw.dtype, declared, raw.item_bytes, unnamed, || raw.dtype_name.clone())?;
+    let dtype = element(py, index, raw.dtype, declared, raw.item_bytes, unnamed, || raw.dtype_name.clone())?;
     // The driver knows no memory where nothing lies.
     let memory = if raw.shape.contains(&0) { home } else { memory_of(py, &name(index), raw)? };
     let owner: Owner = Arc::new(PyOwner(raw.keep.clone_ref(py)));
@@ -211,7 +210,11 @@ fn element(
             4 if unnamed => Ok(Dtype::Int32),
             8 if unnamed => Ok(Dtype::Int64),
             _ => {
-                let hint = if unnamed { "is no whole number of 1, 2, 4 or 8 bytes" } else { "has no kvferry dtype; declare one with dtype=" };
+                let hint = if unnamed {
+                    "is no whole number of 1, 2, 4 or 8 bytes"
+                } else {
+                    "has no kvferry dtype; declare one with dtype="
+                };
                 Err(plain(py, "LayoutError", format!("tensor {index}: element type ({}) {hint}", name())))
             }
         },
@@ -298,11 +301,7 @@ impl Input<'_> {
 }
 
 /// A tensor of the caller's library to copy a result of type `dtype` to.
-pub(crate) fn target(
-    tensor: &Bound<'_, PyAny>,
-    layout: HeadLayout,
-    dtype: Dtype,
-) -> PyResult<ExchangeArray> {
+pub(crate) fn target(tensor: &Bound<'_, PyAny>, layout: HeadLayout, dtype: Dtype) -> PyResult<ExchangeArray> {
     let Input { mut array, .. } = input(tensor.clone(), 0, layout, Some(dtype), MemoryKind::System)?;
     array.region = match array.region {
         // SAFETY: memory that the caller's library has just allocated for this, writable, kept by the same owner.

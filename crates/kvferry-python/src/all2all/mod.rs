@@ -21,7 +21,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyRange, PyTuple};
 
 pub(crate) use array::ExchangeArray;
-pub(crate) use errors::{failure, setup};
+pub(crate) use errors::{failure, refusal, setup};
 
 use crate::context::ordinal;
 use crate::errors::{OrRaise, plain};
@@ -60,7 +60,7 @@ struct Options<'a, 'py> {
 impl Options<'_, '_> {
     fn connect(self, py: Python<'_>, rank: usize, world: usize, meeting: Meeting) -> PyResult<All2All> {
         let capacity = whole("OptionError", "capacity_bytes", self.capacity_bytes, i64::MAX as u64)?;
-        let buffers = whole("OptionError", "buffers", self.buffers, 1 << 16)? as usize;
+        let buffers = whole("OptionError", "buffers", self.buffers, 1 << 16)? as u32;
         let device = match self.device.map(ordinal).transpose()?.flatten() {
             Some(ordinal) => ExchangeDevice::Gpu(ordinal),
             None => ExchangeDevice::Cpu,
@@ -136,7 +136,12 @@ impl All2All {
         let buffers = buffers.unwrap_or(&four);
         let device = device.or(found.device.as_ref());
         let meeting = Meeting::new(&found.store)?;
-        Options { capacity_bytes, device, timeout, buffers, name }.connect(py, found.rank, found.world, meeting)
+        Options { capacity_bytes, device, timeout, buffers, name }.connect(
+            py,
+            found.rank,
+            found.world,
+            meeting,
+        )
     }
 
     /// Bytes of the largest result of such a call on any rank.
@@ -160,7 +165,11 @@ impl All2All {
             shapes.iter().zip(dtypes).map(|(&(shape, _), dtype)| GlobalTensor { shape, dtype }).collect();
         let Some(op) = ExchangeOp::ALL.into_iter().find(|op| op.name() == operation) else {
             let names = ExchangeOp::ALL.map(ExchangeOp::name).join(", ");
-            return Err(plain(py, "OptionError", format!("operation must be one of {names}, got {operation:?}")));
+            return Err(plain(
+                py,
+                "OptionError",
+                format!("operation must be one of {names}, got {operation:?}"),
+            ));
         };
         let world = whole("OptionError", "world_size", world_size, u32::MAX.into())? as usize;
         let rank_tokens = rank_tokens.map(options::rank_tokens).transpose()?;
@@ -193,8 +202,18 @@ impl All2All {
         engine: &str,
         dtype: Option<&Bound<'py, PyAny>>,
     ) -> PyResult<Bound<'py, PyAny>> {
-        let asked =
-            Asked { rank_tokens, layout, num_heads, query_heads, head_splits, out, stream, num_sms, engine, dtype };
+        let asked = Asked {
+            rank_tokens,
+            layout,
+            num_heads,
+            query_heads,
+            head_splits,
+            out,
+            stream,
+            num_sms,
+            engine,
+            dtype,
+        };
         self.call(py, ExchangeOp::SendRecvHeads, tensors, &asked)
     }
 
@@ -217,8 +236,18 @@ impl All2All {
         engine: &str,
         dtype: Option<&Bound<'py, PyAny>>,
     ) -> PyResult<Bound<'py, PyAny>> {
-        let asked =
-            Asked { rank_tokens, layout, num_heads, query_heads, head_splits, out, stream, num_sms, engine, dtype };
+        let asked = Asked {
+            rank_tokens,
+            layout,
+            num_heads,
+            query_heads,
+            head_splits,
+            out,
+            stream,
+            num_sms,
+            engine,
+            dtype,
+        };
         self.call(py, ExchangeOp::GatherHeads, tensors, &asked)
     }
 
@@ -246,8 +275,18 @@ impl All2All {
             Ok(op) => op,
             Err(error) => return Err(self.refused(py, ExchangeOp::AllGatherTokens, None, error)),
         };
-        let asked =
-            Asked { rank_tokens, layout, num_heads, query_heads, head_splits, out, stream, num_sms, engine, dtype };
+        let asked = Asked {
+            rank_tokens,
+            layout,
+            num_heads,
+            query_heads,
+            head_splits,
+            out,
+            stream,
+            num_sms,
+            engine,
+            dtype,
+        };
         self.call(py, op, tensors, &asked)
     }
 
@@ -399,7 +438,9 @@ impl All2All {
     }
 
     fn __reduce__(&self) -> PyResult<()> {
-        Err(PyTypeError::new_err("a kvferry.All2All belongs to its process and cannot be pickled: make one there"))
+        Err(PyTypeError::new_err(
+            "a kvferry.All2All belongs to its process and cannot be pickled: make one there",
+        ))
     }
 
     fn __repr__(&self) -> String {

@@ -2,8 +2,8 @@
 
 use std::ops::Range;
 
-use kvferry::all2all::{ExchangeEngine, GatherAxis, Output};
-use kvferry::layout::HeadLayout;
+use kvferry::all2all::{ExchangeEngine, Output};
+use kvferry::layout::{ExchangeOp, HeadLayout};
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 use pyo3::types::{PyInt, PyList, PyRange, PySequence, PyString, PyTuple};
@@ -22,10 +22,11 @@ pub(crate) fn layout(py: Python<'_>, name: &str) -> PyResult<HeadLayout> {
     name.parse().map_err(|error: kvferry::layout::ExchangeError| plain(py, "OptionError", error.to_string()))
 }
 
-pub(crate) fn axis(py: Python<'_>, name: &str) -> PyResult<GatherAxis> {
+/// The operation that gathers along an axis.
+pub(crate) fn axis(py: Python<'_>, name: &str) -> PyResult<ExchangeOp> {
     match name {
-        "tokens" => Ok(GatherAxis::Tokens),
-        "heads" => Ok(GatherAxis::Heads),
+        "tokens" => Ok(ExchangeOp::AllGatherTokens),
+        "heads" => Ok(ExchangeOp::AllGatherHeads),
         other => {
             Err(plain(py, "OptionError", format!("axis must be \"tokens\" or \"heads\", got {other:?}")))
         }
@@ -80,7 +81,8 @@ pub(crate) fn head_splits(value: &Bound<'_, PyAny>, tensors: usize) -> PyResult<
                        tensor";
         PyTypeError::new_err(message)
     };
-    let of_rank = |item: &Bound<'_, PyAny>| item.is_instance_of::<PyRange>() || item.is_instance_of::<PyInt>();
+    let of_rank =
+        |item: &Bound<'_, PyAny>| item.is_instance_of::<PyRange>() || item.is_instance_of::<PyInt>();
     if !is_list(value) || value.len()? == 0 {
         return Err(wrong());
     }

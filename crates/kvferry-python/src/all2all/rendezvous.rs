@@ -160,7 +160,9 @@ impl Rendezvous for Place {
     fn get(&self, key: &str, timeout: Duration) -> Result<Vec<u8>, SetupError> {
         match self.store.wait_for(key, timeout) {
             Ok(Some(value)) => Ok(value),
-            Ok(None) => Err(SetupError::RendezvousTimeout { key: key.to_owned(), waited: timeout, last: None }),
+            Ok(None) => {
+                Err(SetupError::RendezvousTimeout { key: key.to_owned(), waited: timeout, last: None })
+            }
             Err(error) => Err(self.failed(key, error)),
         }
     }

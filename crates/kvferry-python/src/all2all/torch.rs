@@ -95,14 +95,18 @@ fn table(tensor: &Bound<'_, PyAny>) -> PyResult<Option<Table>> {
     if api.major != 1 {
         return Ok(None);
     }
-    Ok(match (
-        api.managed_tensor_to_py_object_no_sync,
-        api.dltensor_from_py_object_no_sync,
-        api.current_work_stream,
-    ) {
-        (Some(to_object), Some(from_object), Some(stream)) => Some(Table { to_object, from_object, stream }),
-        _ => None,
-    })
+    Ok(
+        match (
+            api.managed_tensor_to_py_object_no_sync,
+            api.dltensor_from_py_object_no_sync,
+            api.current_work_stream,
+        ) {
+            (Some(to_object), Some(from_object), Some(stream)) => {
+                Some(Table { to_object, from_object, stream })
+            }
+            _ => None,
+        },
+    )
 }
 
 /// torch's current stream of the calling thread on a GPU; `None` where torch has not been seen or has no table. Needs no
@@ -171,5 +175,6 @@ impl Torch {
 
 /// The exception that a function of the table has set.
 fn raised(py: Python<'_>) -> PyErr {
-    PyErr::take(py).unwrap_or_else(|| PyRuntimeError::new_err("torch refused a DLPack exchange and said nothing"))
+    PyErr::take(py)
+        .unwrap_or_else(|| PyRuntimeError::new_err("torch refused a DLPack exchange and said nothing"))
 }
