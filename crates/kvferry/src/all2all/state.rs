@@ -203,7 +203,9 @@ impl Monitor {
             Event::Death { peer, pid, .. } => {
                 self.mark_gone(&self.dead, peer);
                 if !self.is_closed() {
-                    self.fail(ExchangeFailure::PeerDied { peer, pid, when: self.when() }, None);
+                    // Told to the others, though each sees it for itself: what this rank does next, closing for one, may
+                    // reach them before a process that is still ending does.
+                    self.fail(ExchangeFailure::PeerDied { peer, pid, when: self.when() }, Some(None));
                 }
             }
         }
