@@ -8,6 +8,7 @@
 //! | [`wait`] | a one-shot completion word that spins briefly and then sleeps |
 //! | [`Doorbell`] | a descriptor that becomes readable at a completion, for event loops |
 //! | [`fork`] | detection of a forked child in one atomic load |
+//! | [`shared`] | memory that several processes map, the atomic words in it, a bell to sleep on |
 //! | [`cpu`] | usable CPUs, CPU features |
 //!
 //! Unsafe code lives here so that the crates above need none for host memory. Nothing here knows CUDA or Python.
@@ -18,6 +19,7 @@ mod doorbell;
 pub mod fork;
 pub mod memory;
 pub mod region;
+pub mod shared;
 pub mod wait;
 
 pub use copy::{CopyHint, CopyNest, Loop, MAX_LOOPS, NestError, copy_bytes, copy_nest, fill_bytes};
@@ -25,4 +27,5 @@ pub use doorbell::Doorbell;
 pub use fork::{ForkError, ForkGuard};
 pub use memory::{HostBuffer, HostMemoryError, HostOptions, HugePages, NumaPolicy, memory_nodes};
 pub use region::{Copier, HostRegion, Owner, RegionError};
+pub use shared::{BELL_BYTES, Bell, SharedError, SharedMemory, SharedWords};
 pub use wait::Event;
