@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use kvferry_kernels::{
     ExchangeArriveParams, ExchangeCall, ExchangeGrid, ExchangeLimits, ExchangeLoop, ExchangeParamBuffer,
-    ExchangePiece, ExchangeTemplate,
+    ExchangePiece, ExchangeTemplate, PLACE_ALIGN,
 };
 
 use super::boxes::{self, CopyBox};
@@ -222,7 +222,7 @@ impl ExchangeRoute {
 
     /// The parameters for the inputs placed last.
     ///
-    /// `place` is checked: a multiple of 16 that leaves room for the results in the own pool.
+    /// `place` is checked: a multiple of [`PLACE_ALIGN`] that leaves room for the results in the own pool.
     pub(super) fn aim(
         &mut self,
         buffer: &mut ExchangeParamBuffer,
@@ -231,10 +231,10 @@ impl ExchangeRoute {
         copy_engine: bool,
     ) -> Result<&mut ExchangeTemplate> {
         let pool = self.link.memory().pool_bytes();
-        if !place.is_multiple_of(16)
+        if !place.is_multiple_of(PLACE_ALIGN)
             || place.checked_add(self.shape.result_bytes).is_none_or(|end| end > pool)
         {
-            let rule = "it must be a multiple of 16 and leave room for the results";
+            let rule = "it must be a multiple of 256 and leave room for the results";
             return Err(CudaError::Argument { what: "the landing place", value: place, rule });
         }
         let kept = if copy_engine { &self.copy } else { &self.push };

@@ -5,6 +5,7 @@ use super::params::{ExchangeItemParams, ExchangeLoopParams};
 use super::{
     EXCHANGE_ITEM_LOOPS, EXCHANGE_SHARED_BYTES, ExchangeBuildError, ExchangeFlags, ExchangeGrid,
     ExchangeHeader, ExchangeParamBuffer, ExchangePeerParams, ExchangeTemplate, MAX_EXCHANGE_ITEMS, MAX_RANKS,
+    PLACE_ALIGN,
 };
 use crate::{Divisor, Kernel, LaunchGeometry};
 
@@ -66,7 +67,7 @@ pub struct ExchangeCall<'a> {
     pub op: u32,
     /// What the call is; all ranks must agree.
     pub hash: u64,
-    /// Where results land in the own pool; a multiple of 16.
+    /// Where results land in the own pool; a multiple of [`PLACE_ALIGN`].
     pub place: u64,
     /// Bytes of the results.
     pub result_bytes: u64,
@@ -137,8 +138,9 @@ impl ExchangeCall<'_> {
             let given = self.pieces.len();
             return Err(ExchangeBuildError::WrongLength { what: "lists of pieces", given, wanted: world });
         }
-        if !self.place.is_multiple_of(16) {
-            return Err(ExchangeBuildError::Misaligned { what: "landing place", value: self.place });
+        // A place travels as 32 bits.
+        if !self.place.is_multiple_of(PLACE_ALIGN) || self.place / PLACE_ALIGN > u64::from(u32::MAX) {
+            return Err(ExchangeBuildError::Place { place: self.place, align: PLACE_ALIGN });
         }
         let own = self.peers.get(self.rank).copied().unwrap_or_default();
         if self.place.checked_add(self.result_bytes).is_none_or(|end| end > own.pool_bytes) {
@@ -247,22 +249,25 @@ impl<'a> ExchangeLaunch<'a> {
     /// [`ExchangeFlags::POST`].
     ///
     /// # Errors
-    /// [`ExchangeBuildError`] if the ranks are out of range.
+    /// [`ExchangeBuildError`] if the ranks are out of range or the verdict is 0.
     pub fn refusal(
         rank: usize,
         peers: &[ExchangePeer],
         state: u64,
         host_page: u64,
         op: u32,
-        verdict: u64,
+        verdict: u32,
         buffer: &'a mut ExchangeParamBuffer,
     ) -> Result<Self, ExchangeBuildError> {
         let block = MAX_RANKS as u32;
         let world = check_world(rank, peers, block)?;
+        if verdict == 0 {
+            return Err(ExchangeBuildError::Verdict);
+        }
         let header = ExchangeHeader {
             state,
             host_page,
-            verdict,
+            verdict: verdict.into(),
             op,
             rank: rank as u32,
             world: world as u32,

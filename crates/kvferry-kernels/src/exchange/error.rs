@@ -71,7 +71,18 @@ pub enum ExchangeBuildError {
         /// Bytes of its pool.
         pool_bytes: u64,
     },
-    /// An address or a landing place that must be a multiple of 16 is none.
+    /// A landing place must be a multiple of 256, below 2^40.
+    #[error("landing place {place:#x} is no multiple of {align} below 2^40")]
+    Place {
+        /// Bytes from the start of the own pool.
+        place: u64,
+        /// It should divide the place.
+        align: u64,
+    },
+    /// A refusal needs a reason.
+    #[error("a refusal with verdict 0 would be none")]
+    Verdict,
+    /// An address that must be a multiple of 16 is none.
     #[error("{what} {value:#x} is no multiple of 16")]
     Misaligned {
         /// Which.

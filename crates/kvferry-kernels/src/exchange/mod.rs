@@ -27,8 +27,8 @@ pub use small::{
 pub use template::ExchangeTemplate;
 pub use words::{
     ARRIVALS_OFFSET, BELL_OFFSET, CELLS_OFFSET, CONTROL_BYTES, HeaderCell, HostPage, LocalState, MAX_RANKS,
-    POISON_FRESH, POISON_NONE, POISON_OLD, PROBE_OFFSET, Record, RecordKind, abort_word, arrival_offset,
-    header_cell_offset, split_abort_word,
+    PLACE_ALIGN, POISON_FRESH, POISON_NONE, POISON_OLD, PROBE_OFFSET, Record, RecordKind, abort_word,
+    arrival_offset, header_cell_offset, split_abort_word,
 };
 
 #[cfg(test)]

@@ -4,7 +4,7 @@ use zerocopy::IntoBytes;
 
 use super::build::LaunchShape;
 use super::params::{items_offset, put};
-use super::{ExchangeFlags, ExchangeHeader, ExchangeItemParams, ExchangePart};
+use super::{ExchangeFlags, ExchangeHeader, ExchangeItemParams, ExchangePart, PLACE_ALIGN};
 use crate::Kernel;
 
 /// Of an address: what the width of words depends on.
@@ -45,10 +45,10 @@ impl ExchangeTemplate {
         self.low.len() == bases.len() && self.low.iter().zip(bases).all(|(low, base)| *low == base & LOW_BITS)
     }
 
-    /// Points it at inputs that it [`fits`](Self::fits), and at a landing place in the own pool (a multiple of 16 that
+    /// Points it at inputs that it [`fits`](Self::fits), and at a landing place in the own pool (a multiple of [`PLACE_ALIGN`] that
     /// leaves room for the results; the caller checks both).
     pub fn aim(&mut self, bases: &[u64], place: u64, hash: u64) {
-        debug_assert!(self.fits(bases) && place & LOW_BITS == 0, "{bases:x?} {place:#x}");
+        debug_assert!(self.fits(bases) && place.is_multiple_of(PLACE_ALIGN), "{bases:x?} {place:#x}");
         (self.header.place, self.header.hash) = (place, hash);
         let items = items_offset(self.kernel == Kernel::ExchangeLarge) / 8;
         let step = size_of::<ExchangeItemParams>() / 8;

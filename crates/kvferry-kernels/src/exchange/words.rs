@@ -18,6 +18,9 @@ pub const PROBE_OFFSET: u64 = 17408;
 /// Bytes of a control block. The pool follows, at a multiple of 4,096.
 pub const CONTROL_BYTES: u64 = 20480;
 
+/// Landing places are multiples of this.
+pub const PLACE_ALIGN: u64 = 256;
+
 /// Bytes between the words of two sources.
 const LINE: u64 = 64;
 
@@ -34,14 +37,18 @@ pub const fn arrival_offset(parity: u64, source: usize) -> u64 {
     ARRIVALS_OFFSET + LINE * ((parity & 1) * MAX_RANKS as u64 + source as u64)
 }
 
-/// What a rank tells a peer at the start of a call. `epoch` is stored last, with release: a reader that finds the epoch it
+/// What a CPU rank tells a peer at the start of a call. `epoch` is stored last, with release: a reader that finds the epoch it
 /// waits for finds the rest complete.
+///
+/// The kernels fill the same 64 bytes otherwise: five words of `value << 32 | epoch & 0xffff_ffff` for the halves of the
+/// hash, the place in units of [`PLACE_ALIGN`], the arrivals and the verdict. Each says for itself which call it belongs to,
+/// so no store waits for another to arrive.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 pub struct HeaderCell {
     /// What the source takes the call to be; all ranks must agree.
     pub hash: u64,
-    /// Where the reader is to write: bytes from the start of the source's pool, a multiple of 16.
+    /// Where the reader is to write: bytes from the start of the source's pool, a multiple of [`PLACE_ALIGN`].
     pub place: u64,
     /// How often the source will add to the reader's arrival word in this call.
     pub arrivals: u64,
@@ -110,7 +117,7 @@ pub struct Record {
     pub epoch: u64,
     /// The operation's code, as given to the call.
     pub op: u64,
-    /// What was found: epoch, arrivals, hash or place.
+    /// What was found: epoch (kernels: its low 32 bits), arrivals, hash, or the end of what was to be written.
     pub seen: u64,
     /// What was waited for or allowed.
     pub expected: u64,
@@ -131,7 +138,7 @@ pub enum RecordKind {
     Mismatch = 3,
     /// The peer refused the call.
     Refused = 4,
-    /// The peer's landing place does not lie in its pool, or is no multiple of 16.
+    /// What goes to the peer does not fit its pool where it wants it.
     BadPlace = 5,
     /// The host said so.
     Aborted = 6,
