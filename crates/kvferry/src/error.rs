@@ -4,6 +4,7 @@ use kvferry_cuda::CudaError;
 use kvferry_host::{ForkError, HostMemoryError, RegionError};
 use kvferry_layout::{LayoutError, PlanError};
 
+use crate::all2all::SetupError;
 use crate::memory::MemoryKind;
 use crate::transfer::{TransferFailure, TransferStrategy};
 use crate::verify::{GuardBreach, Mismatch};
@@ -105,6 +106,9 @@ pub enum Error {
         /// Seconds waited.
         seconds: f64,
     },
+    /// Ranks did not find each other, or could not agree.
+    #[error(transparent)]
+    Setup(#[from] SetupError),
     /// The system refused to start a thread.
     #[error("cannot start a copy thread: {0}")]
     Thread(#[source] std::io::Error),
