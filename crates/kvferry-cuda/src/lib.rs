@@ -50,7 +50,7 @@ pub use batch::{
 };
 pub use capture::RelaxedCapture;
 pub use context::{ContextGuard, PrimaryContext, current_device};
-pub use deferred::drain_deferred;
+pub use deferred::{FreesPaused, drain_deferred};
 pub use device::{DeviceInfo, devices};
 pub use driver::{Driver, DriverVersion, KERNELS_NEED};
 pub use error::{CudaError, Result, Side};

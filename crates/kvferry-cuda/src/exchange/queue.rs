@@ -176,7 +176,7 @@ impl ExchangeQueue {
     ///
     /// # Errors
     /// As [`call`](Self::call).
-    pub fn refuse(&mut self, cx: &ContextGuard<'_>, stream: StreamHandle, op: u32, verdict: u64) -> Outcome {
+    pub fn refuse(&mut self, cx: &ContextGuard<'_>, stream: StreamHandle, op: u32, verdict: u32) -> Outcome {
         let way = self.set_out(cx, stream)?;
         if way.capture.is_some() {
             let what = "a refusal";
