@@ -112,12 +112,12 @@ pub(super) fn check_splits(tensor: usize, heads: u64, splits: &[Range<u64>]) -> 
 
 /// What is left of `of` once `taken` are removed: in rising order, none empty.
 pub(super) fn without(of: Range<u64>, taken: &[Range<u64>]) -> Vec<Range<u64>> {
-    let mut left = vec![of];
-    for gone in taken.iter().filter(|gone| !gone.is_empty()) {
-        left = left
-            .into_iter()
-            .flat_map(|part| [part.start..part.end.min(gone.start), part.start.max(gone.end)..part.end])
-            .collect();
+    let meets = |gone: &&Range<u64>| gone.start.max(of.start) < gone.end.min(of.end);
+    let mut left = vec![of.clone()];
+    for gone in taken.iter().filter(meets) {
+        let around =
+            |part: Range<u64>| [part.start..part.end.min(gone.start), part.start.max(gone.end)..part.end];
+        left = left.into_iter().flat_map(around).collect();
         left.retain(|part| !part.is_empty());
     }
     left.retain(|part| !part.is_empty());

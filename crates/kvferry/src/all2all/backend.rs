@@ -14,9 +14,10 @@ use super::error::Fault;
 use super::mesh::Mesh;
 use super::options::{ExchangeArray, ExchangeEngine};
 use super::plan::Plan;
-use super::pool::{Pool, Place};
+use super::pool::{Place, Pool};
 use super::protocol::Refusal;
 use super::result::OutputShared;
+use super::state::Monitor;
 use crate::error::{Error, Result};
 use crate::memory::Region;
 use kvferry_layout::exchange::ExchangeOp;
@@ -87,8 +88,9 @@ pub(crate) trait Backend: Send + Sync + fmt::Debug {
     /// [`close`](Self::close) too.
     fn pool(&self) -> &Region;
 
-    /// Called once, before the first call, with the pool whose places are launched: for buffers that graphs own.
-    fn attach(&self, _pool: &Arc<Pool>) {}
+    /// Called once, before the first call: the pool whose places are launched (for buffers that graphs own), and where
+    /// to report a fault that a thread of the backend finds between calls. Hold both weakly, they hold the backend.
+    fn attach(&self, _pool: &Arc<Pool>, _monitor: &Arc<Monitor>) {}
 
     /// Whether the backend can read (or, for copy-out, write) memory of this kind.
     fn accepts(&self, region: &Region) -> Result<()>;
@@ -145,6 +147,7 @@ pub(crate) trait Backend: Send + Sync + fmt::Debug {
     /// Zeroes this rank's control words, arrivals and state, abort word included. No rank is in a call.
     fn reset(&self) -> Result<()>;
 
-    /// Lets go of the peers' memory, and of the own pool once no result is held. Quiet; may be called twice.
-    fn close(&self);
+    /// Lets go of the peers' memory, and of the own pool once no result is held. `all_gone`: every peer has closed or
+    /// died, so that nobody maps the own pool any more. Quiet; may be called twice.
+    fn close(&self, all_gone: bool);
 }

@@ -38,7 +38,7 @@ pub enum ExchangeFailure {
         when: When,
     },
     /// A rank did not come in time.
-    #[error("rank {peer} did not arrive within {waited:?} ({when})")]
+    #[error("rank {peer} did not arrive {} ({when})", within(*waited))]
     PeerTimeout {
         /// The rank waited for.
         peer: usize,
@@ -87,6 +87,10 @@ pub enum ExchangeFailure {
         /// The call.
         when: When,
     },
+}
+
+fn within(waited: Duration) -> String {
+    if waited.is_zero() { "in time".to_owned() } else { format!("within {:.3} s", waited.as_secs_f64()) }
 }
 
 /// What ended a call inside a backend, before the communicator knows the cause.

@@ -4,7 +4,7 @@ use std::any::Any;
 use std::collections::VecDeque;
 use std::fmt;
 use std::ops::Range;
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, OnceLock};
 
 use kvferry_layout::exchange::{
     Contract, ExchangeError, ExchangeOp, ExchangeRequest, HeadLayout, Piece, TensorInput,
@@ -33,16 +33,7 @@ pub(crate) struct Plan {
     pub(crate) digest: [u64; 3],
     /// What the backend derives from it.
     pub(crate) derived: OnceLock<Box<dyn Any + Send + Sync>>,
-    hash: Mutex<Option<HashOf>>,
     key: Key,
-}
-
-/// The hash last computed, and what it was computed for.
-#[derive(Clone, Copy)]
-struct HashOf {
-    nonce: u64,
-    out_id: u64,
-    hash: u64,
 }
 
 impl Plan {
@@ -74,23 +65,9 @@ impl Plan {
             results: results.collect(),
             digest: digest(&contract, &key),
             derived: OnceLock::new(),
-            hash: Mutex::new(None),
             contract,
             key,
         })
-    }
-
-    /// What this rank's headers carry in a session, for a call into the output with this id (0: none).
-    pub(crate) fn hash(&self, nonce: u64, out_id: u64) -> u64 {
-        let mut last = self.hash.lock().unwrap_or_else(PoisonError::into_inner);
-        match *last {
-            Some(of) if of.nonce == nonce && of.out_id == out_id => of.hash,
-            _ => {
-                let hash = self.contract.hash(nonce, out_id);
-                *last = Some(HashOf { nonce, out_id, hash });
-                hash
-            }
-        }
     }
 }
 
