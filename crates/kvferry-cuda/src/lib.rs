@@ -67,7 +67,7 @@ pub use kvferry_kernels::{
 pub use kvferry_kernels::{StridedError, StridedLoop, StridedShape, StridedSide, Walk};
 pub use memory::{
     DeviceBuffer, DeviceRegion, GpuMemory, HostRegistration, IpcHandle, IpcMapping, PinnedBuffer,
-    PointerKind, VmmBuffer, pointer_kind, register_host, register_in_chunks,
+    PointerKind, VmmBuffer, pointer_kind, register_host, register_in_chunks, vmm_supported,
 };
 pub use strided::{BadId, BadIdReport, DeviceIds, PairRing, PairTable, StridedCopy};
 pub use vectorized::vectorized_copy;

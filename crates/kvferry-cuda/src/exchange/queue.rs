@@ -562,6 +562,9 @@ impl Drop for ExchangeQueue {
     }
 }
 
+/// `CUDA_ERROR_STREAM_CAPTURE_IMPLICIT`.
+const CAPTURE_IMPLICIT: i32 = 906;
+
 /// Code of the abort word that a dropped queue leaves.
 const CLOSED: u32 = u32::MAX;
 
@@ -569,9 +572,21 @@ impl Gpu {
     /// The capture that `stream` takes part in, by the driver's number of it.
     ///
     /// # Errors
-    /// [`CudaError::StreamIsCapturing`] for one that is spoiled; a guard or stream of another device; the driver's
+    /// [`CudaError::StreamIsCapturing`] for one that is spoiled, and for the legacy stream while a blocking stream of the
+    /// device is captured: using it would spoil that capture. A guard or stream of another device; the driver's
     /// refusal.
     pub fn capture_id(&self, cx: &ContextGuard<'_>, stream: StreamHandle) -> Result<Option<u64>> {
+        if stream.is_legacy() {
+            let (handle, mut status) = (self.usable(cx, stream)?, 0);
+            // SAFETY: `status` is a live integer; the legacy stream of the current context always exists.
+            return match unsafe { raw::cuStreamIsCapturing(handle, &mut status) } {
+                Err(error) if error.code() == Some(CAPTURE_IMPLICIT) => {
+                    let what = "work on the legacy stream beside a blocking stream";
+                    Err(CudaError::StreamIsCapturing { stream: stream.raw(), what })
+                }
+                other => other.map(|()| None),
+            };
+        }
         match self.capture_status(cx, stream)? {
             Capture::None => return Ok(None),
             Capture::Invalidated => {

@@ -222,6 +222,14 @@ fn properties(ordinal: u32) -> Result<CUmemAllocationProp> {
     })
 }
 
+/// Ok if memory of device `ordinal` can be shared by file descriptor ([`VmmBuffer`]).
+///
+/// # Errors
+/// [`CudaError::SharingUnsupported`] naming what is missing, [`CudaError::InvalidDevice`], or the driver's refusal.
+pub fn vmm_supported(ordinal: u32) -> Result<()> {
+    supported(ordinal)
+}
+
 /// Whether a device has what sharing by descriptor needs.
 fn supported(ordinal: u32) -> Result<()> {
     let device = Driver::get()?.device(ordinal)?;
