@@ -208,7 +208,8 @@ impl Shared {
             let when = When { epoch: self.backend.epoch() + 1, op: Some(op) };
             let reason = format!("{refusal}: {error}");
             let failure = ExchangeFailure::Mismatch { rank: self.rank, reason, when };
-            self.monitor.fail(failure, Some(Some(refusal)));
+            let tell = (!self.backend.refusals_are_seen()).then_some(Some(refusal));
+            self.monitor.fail(failure, tell);
         }
         error
     }

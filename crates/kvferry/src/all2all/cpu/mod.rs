@@ -167,6 +167,10 @@ impl Backend for CpuBackend {
         true
     }
 
+    fn refusals_are_seen(&self) -> bool {
+        true
+    }
+
     fn copy_out(
         &self,
         plan: &Plan,
