@@ -169,7 +169,9 @@ impl Monitor {
             FaultKind::HeaderTimeout { waited } | FaultKind::ArrivalTimeout { waited } => {
                 (ExchangeFailure::PeerTimeout { peer, waited, when }, Some(None))
             }
-            FaultKind::Failed { reason } => (ExchangeFailure::Failed { rank: peer, reason, when }, Some(None)),
+            FaultKind::Failed { reason } => {
+                (ExchangeFailure::Failed { rank: peer, reason, when }, Some(None))
+            }
             FaultKind::Aborted => return self.failure(),
             FaultKind::PeerLeft => return self.closed_by(peer),
         };
@@ -200,7 +202,9 @@ impl Monitor {
             Event::Death { peer, pid, .. } => {
                 self.mark_gone(&self.dead, peer);
                 if !self.is_closed() {
-                    self.fail(ExchangeFailure::PeerDied { peer, pid, when: self.when() }, None);
+                    // Told to the others, though each sees it for itself: what this rank does next, closing for one, may
+                    // reach them before a process that is still ending does.
+                    self.fail(ExchangeFailure::PeerDied { peer, pid, when: self.when() }, Some(None));
                 }
             }
         }
