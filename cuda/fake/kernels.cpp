@@ -4,10 +4,13 @@
 #include <cstring>
 #include <numeric>
 
+#include "event.h"
 #include "fault.h"
+#include "fibers.h"
 #include "memory.h"
 #include "stream.h"
 
+#include "kvferry/exchange.cuh"
 #include "kvferry/vectorized_copy.cuh"
 #if __has_include("kvferry/strided_copy.cuh")
 #include "kvferry/strided_copy.cuh"
@@ -41,8 +44,8 @@ void check_access(const Context& context, Seen& seen, u64 address, u64 bytes, bo
   if (!(write ? seen.writable : seen.readable)) stop_with(CUDA_ERROR_ILLEGAL_ADDRESS);
 }
 
-// The context (see platform.cuh) of one simulated thread. Barriers are not there: the kernels have none, and one that
-// gets some does not compile here until it has fibers (cuda/host).
+// The context (see platform.cuh) of one simulated thread. Barriers are not there: a kernel that has some is listed with
+// those that wait.
 template <bool kChecked>
 class FakeCx {
  public:
@@ -87,6 +90,82 @@ class FakeCx {
   Seen& seen_;
 };
 
+// The context of a thread that may wait, and be written to by other devices meanwhile. Everything is sequentially
+// consistent: no missing fence shows here.
+template <bool kChecked>
+class WaitingCx {
+ public:
+  WaitingCx(const LaunchShape& shape, Waiting& waiting, u32 block, u32 thread)
+      : shape_(shape), waiting_(waiting), block_(block), thread_(thread) {}
+
+  u32 tid() const { return thread_; }
+  u32 nthreads() const { return shape_.threads; }
+  u32 bid() const { return block_; }
+  u32 nblocks() const { return shape_.blocks; }
+  void* shared() { return waiting_.shared(block_); }
+  void sync() { waiting_.sync_or(block_, false); }
+  bool sync_or(bool mine) { return waiting_.sync_or(block_, mine); }
+  void spin() { waiting_.poll(); }
+  void poll() { waiting_.poll(); }
+  u64 clock() { return now_nanoseconds(); }
+
+  template <class V, auto...>
+  V load(u64 address) {
+    look(address, sizeof(V), false);
+    V value;
+    std::memcpy(&value, bytes_of(address), sizeof value);
+    return value;
+  }
+  template <class V, auto...>
+  void store(u64 address, V value) {
+    look(address, sizeof(V), true);
+    std::memcpy(bytes_of(address), &value, sizeof value);
+  }
+  template <class V>
+  V load_relaxed(u64 address) {
+    if constexpr (sizeof(V) == sizeof(U128)) {
+      return U128{load_acquire(address), load_acquire(address + 8)};
+    } else {
+      return __atomic_load_n(word<V>(address, false), __ATOMIC_SEQ_CST);
+    }
+  }
+  u64 load_acquire(u64 address) { return __atomic_load_n(word<u64>(address, false), __ATOMIC_SEQ_CST); }
+  void store_relaxed(u64 address, u64 value) { __atomic_store_n(word<u64>(address, true), value, __ATOMIC_SEQ_CST); }
+  void store_release(u64 address, u64 value) { store_relaxed(address, value); }
+  void add_relaxed(u64 address, u64 value) { __atomic_fetch_add(word<u64>(address, true), value, __ATOMIC_SEQ_CST); }
+  void add_release(u64 address, u64 value) { add_relaxed(address, value); }
+  u32 ticket(u64 address) { return __atomic_fetch_add(word<u32>(address, true), 1u, __ATOMIC_SEQ_CST); }
+  u32 cas(u64 address, u32 expected, u32 desired) {
+    __atomic_compare_exchange_n(word<u32>(address, true), &expected, desired, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
+    return expected;
+  }
+
+ private:
+  template <class V>
+  V* word(u64 address, bool write) {
+    look(address, sizeof(V), write);
+    return reinterpret_cast<V*>(bytes_of(address));
+  }
+  void look(u64 address, u64 bytes, bool write) {
+    if ((address & (bytes - 1)) != 0) stop_with(CUDA_ERROR_MISALIGNED_ADDRESS);
+    if (kChecked) check_access(*shape_.context, seen_, address, bytes, write);
+  }
+
+  const LaunchShape& shape_;
+  Waiting& waiting_;
+  const u32 block_;
+  const u32 thread_;
+  Seen seen_;
+};
+
+template <class Params, bool kChecked, class Body>
+CUresult run_waiting(Body body, const LaunchShape& shape, const Params& params) {
+  return Waiting::run(shape, [&](Waiting& waiting, u32 block, u32 thread) {
+    WaitingCx<kChecked> cx(shape, waiting, block, thread);
+    body(cx, params);
+  });
+}
+
 template <class Params, bool kChecked, class Body>
 CUresult run_threads(Body body, const LaunchShape& shape, const Params& params) {
   // Blocks come in any order, as on a device.
@@ -111,13 +190,26 @@ CUresult run_body(Body body, const LaunchShape& shape, const void* params) {
   return settings().check ? run_threads<Params, true>(body, shape, p) : run_threads<Params, false>(body, shape, p);
 }
 
+template <class Params, class Body>
+CUresult run_waiting_body(Body body, const LaunchShape& shape, const void* params) {
+  const Params& p = *static_cast<const Params*>(params);
+  return settings().check ? run_waiting<Params, true>(body, shape, p) : run_waiting<Params, false>(body, shape, p);
+}
+
 // X(symbol, body, params, most threads per block), as the headers list them.
 #define KVF_FAKE_KERNEL(symbol, body, Params, most)                                          \
   {#symbol, sizeof(Params), most, [](const LaunchShape& shape, const void* params) {         \
      return run_body<Params>([](auto& cx, const Params& p) { body(cx, p); }, shape, params); \
    }},
 
+// The same for kernels with barriers and waits.
+#define KVF_FAKE_WAITING_KERNEL(symbol, body, Params, most)                                          \
+  {#symbol, sizeof(Params), most, [](const LaunchShape& shape, const void* params) {                 \
+     return run_waiting_body<Params>([](auto& cx, const Params& p) { body(cx, p); }, shape, params); \
+   }},
+
 const Kernel kKernels[] = {KVF_VECTORIZED_COPY_KERNELS(KVF_FAKE_KERNEL)
+                               KVF_EXCHANGE_KERNELS(KVF_FAKE_WAITING_KERNEL)
 #if defined(KVF_STRIDED_COPY_KERNELS)
                                KVF_STRIDED_COPY_KERNELS(KVF_FAKE_KERNEL)
 #endif

@@ -15,9 +15,9 @@ use std::sync::OnceLock;
 
 use cudarc::driver::sys;
 pub(crate) use cudarc::driver::sys::{
-    CUcontext, CUdevice, CUdeviceptr, CUevent, CUfunction, CUgraph, CUhostFn, CUipcMemHandle,
-    CUmemAccessDesc, CUmemAllocationProp, CUmemGenericAllocationHandle, CUmemcpyAttributes, CUmodule,
-    CUstream, CUuserObject,
+    CUDA_MEMCPY2D_st, CUDA_MEMCPY3D_st, CUcontext, CUdevice, CUdeviceptr, CUevent, CUfunction, CUgraph,
+    CUhostFn, CUipcMemHandle, CUmemAccessDesc, CUmemAllocationProp, CUmemGenericAllocationHandle,
+    CUmemcpyAttributes, CUmodule, CUstream, CUuserObject,
 };
 
 use crate::error::{CudaError, Result};
@@ -93,6 +93,7 @@ driver_functions! {
         cuCtxSynchronize();
         cuCtxEnablePeerAccess(peer: CUcontext, flags: c_uint);
         cuDeviceCanAccessPeer(can: *mut c_int, device: CUdevice, peer: CUdevice);
+        cuDeviceGetP2PAttribute(value: *mut c_int, attribute: c_uint, src: CUdevice, dst: CUdevice);
         cuThreadExchangeStreamCaptureMode(mode: *mut c_uint);
         cuMemHostAlloc(address: *mut *mut c_void, bytes: usize, flags: c_uint);
         cuMemHostGetDevicePointer_v2(alias: *mut CUdeviceptr, address: *mut c_void, flags: c_uint);
@@ -108,6 +109,9 @@ driver_functions! {
         cuPointerGetAttributes(count: c_uint, attributes: *mut c_uint, values: *mut *mut c_void, address: CUdeviceptr);
         cuMemcpyAsync(dst: CUdeviceptr, src: CUdeviceptr, bytes: usize, stream: CUstream);
         cuMemcpyHtoDAsync_v2(dst: CUdeviceptr, src: *const c_void, bytes: usize, stream: CUstream);
+        cuMemcpy2DAsync_v2(copy: *const CUDA_MEMCPY2D_st, stream: CUstream);
+        cuMemcpy3DAsync_v2(copy: *const CUDA_MEMCPY3D_st, stream: CUstream);
+        cuMemsetD8Async(dst: CUdeviceptr, value: u8, bytes: usize, stream: CUstream);
         cuMemcpyBatchAsync(
             dsts: *mut CUdeviceptr, srcs: *mut CUdeviceptr, sizes: *mut usize, count: usize,
             attributes: *mut CUmemcpyAttributes, attribute_starts: *mut usize, attribute_count: usize,

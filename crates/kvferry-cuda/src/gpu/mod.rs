@@ -143,14 +143,7 @@ impl Gpu {
         if other == self.ordinal() || lock(&self.peers).contains_key(&other) {
             return Ok(());
         }
-        let driver = Driver::get()?;
-        let (here, there) = (driver.device(self.ordinal())?, driver.device(other)?);
-        let mut can = 0;
-        // SAFETY: `can` is a live integer; both devices came from the driver.
-        unsafe { raw::cuDeviceCanAccessPeer(&mut can, here, there) }?;
-        if can == 0 {
-            return Err(CudaError::PeerAccess { from: self.ordinal(), to: other });
-        }
+        self.can_access(other)?;
         let peer = PrimaryContext::get(other)?;
         let _current = self.enter()?;
         let _relaxed = RelaxedCapture::enter()?;
@@ -161,6 +154,16 @@ impl Gpu {
         }
         lock(&self.peers).insert(other, peer);
         Ok(())
+    }
+
+    /// Ok if kernels of this device could be given access to memory of device `other`.
+    pub(crate) fn can_access(&self, other: u32) -> Result<()> {
+        let driver = Driver::get()?;
+        let (here, there) = (driver.device(self.ordinal())?, driver.device(other)?);
+        let mut can = 0;
+        // SAFETY: `can` is a live integer; both devices came from the driver.
+        unsafe { raw::cuDeviceCanAccessPeer(&mut can, here, there) }?;
+        if can == 0 { Err(CudaError::PeerAccess { from: self.ordinal(), to: other }) } else { Ok(()) }
     }
 
     /// Waits until everything on the device's primary context is done, other libraries' work included. Spoils a capture

@@ -4,7 +4,8 @@ use super::grid::IN_FLIGHT;
 use super::params::{ExchangeItemParams, ExchangeLoopParams};
 use super::{
     EXCHANGE_ITEM_LOOPS, EXCHANGE_SHARED_BYTES, ExchangeBuildError, ExchangeFlags, ExchangeGrid,
-    ExchangeHeader, ExchangeParamBuffer, ExchangePeerParams, MAX_EXCHANGE_ITEMS, MAX_RANKS, PLACE_ALIGN,
+    ExchangeHeader, ExchangeParamBuffer, ExchangePeerParams, ExchangeTemplate, MAX_EXCHANGE_ITEMS, MAX_RANKS,
+    PLACE_ALIGN,
 };
 use crate::{Divisor, Kernel, LaunchGeometry};
 
@@ -85,9 +86,31 @@ pub struct ExchangeLaunch<'a> {
     buffer: &'a mut ExchangeParamBuffer,
     header: ExchangeHeader,
     kernel: Kernel,
+    shape: LaunchShape,
+}
+
+/// What the grids of all parts of a call follow from.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct LaunchShape {
     block: u32,
     max_ctas: u32,
     own_lanes: u32,
+}
+
+impl LaunchShape {
+    /// For a launch of these steps of a call with `lanes` lanes.
+    pub(super) fn geometry(&self, flags: ExchangeFlags, lanes: u32) -> LaunchGeometry {
+        let lanes = if flags.intersects(ExchangeFlags::PUSH) {
+            lanes
+        } else if flags.intersects(ExchangeFlags::OWN) {
+            self.own_lanes
+        } else {
+            0
+        };
+        // The first CTA posts and waits even if there is nothing to copy.
+        let grid = lanes.min(self.max_ctas).max(1);
+        LaunchGeometry { grid, block: self.block, shared: EXCHANGE_SHARED_BYTES }
+    }
 }
 
 /// One launch of a call.
@@ -130,9 +153,10 @@ impl ExchangeCall<'_> {
         }
 
         buffer.items.clear();
+        buffer.origins.clear();
         let mut peers = [ExchangePeerParams::default(); MAX_RANKS];
         for (target, (pieces, peer)) in self.pieces.iter().zip(self.peers).enumerate() {
-            let params = self.target(target, peer, pieces, &mut buffer.items)?;
+            let params = self.target(target, peer, pieces, &mut buffer.items, &mut buffer.origins)?;
             if let Some(slot) = peers.get_mut(target) {
                 *slot = params;
             }
@@ -176,9 +200,7 @@ impl ExchangeCall<'_> {
             buffer,
             header,
             kernel: if large { Kernel::ExchangeLarge } else { Kernel::Exchange },
-            block: self.grid.block,
-            max_ctas: self.grid.max_ctas.max(1),
-            own_lanes,
+            shape: LaunchShape { block: self.grid.block, max_ctas: self.grid.max_ctas.max(1), own_lanes },
         })
     }
 
@@ -188,6 +210,7 @@ impl ExchangeCall<'_> {
         peer: &ExchangePeer,
         pieces: &[ExchangePiece<'_>],
         items: &mut Vec<ExchangeItemParams>,
+        origins: &mut Vec<(u32, u32)>,
     ) -> Result<ExchangePeerParams, ExchangeBuildError> {
         let first_item = items.len();
         let chunk_words = self.grid.chunk_words();
@@ -195,6 +218,7 @@ impl ExchangeCall<'_> {
         let mut reach = 0;
         for (index, piece) in pieces.iter().enumerate() {
             reach = reach.max(lower(target, index, piece, chunk_words, &mut chunks, items)?);
+            origins.resize(items.len(), (target as u32, index as u32));
         }
         if reach > peer.pool_bytes {
             return Err(ExchangeBuildError::BeyondPool { target, bytes: reach, pool_bytes: peer.pool_bytes });
@@ -257,27 +281,30 @@ impl<'a> ExchangeLaunch<'a> {
         buffer.items.clear();
         let large = buffer.write(&header, table.get(..world).unwrap_or(&table));
         let kernel = if large { Kernel::ExchangeLarge } else { Kernel::Exchange };
-        Ok(Self { buffer, header, kernel, block, max_ctas: 1, own_lanes: 0 })
+        Ok(Self { buffer, header, kernel, shape: LaunchShape { block, max_ctas: 1, own_lanes: 0 } })
     }
 
     /// The launch that does these steps of the call. Valid until the next part is asked for.
     pub fn part(&mut self, flags: ExchangeFlags) -> ExchangePart<'_> {
         self.header.flags = flags.bits();
         self.buffer.set_header(&self.header);
-        let lanes = if flags.intersects(ExchangeFlags::PUSH) {
-            self.header.lanes
-        } else if flags.intersects(ExchangeFlags::OWN) {
-            self.own_lanes
-        } else {
-            0
-        };
-        // The first CTA posts and waits even if there is nothing to copy.
-        let grid = lanes.min(self.max_ctas).max(1);
         ExchangePart {
             kernel: self.kernel,
-            geometry: LaunchGeometry { grid, block: self.block, shared: EXCHANGE_SHARED_BYTES },
+            geometry: self.shape.geometry(flags, self.header.lanes),
             params: self.buffer.bytes(self.kernel.param_bytes()),
         }
+    }
+
+    /// The same call for inputs and landing places to come. `input` says which input the piece with this target and
+    /// index reads; `bases` are the addresses of the inputs that the call was built with.
+    #[must_use]
+    pub fn template(&self, bases: &[u64], input: impl Fn(usize, usize) -> usize) -> ExchangeTemplate {
+        let sources = self.buffer.items.iter().zip(&self.buffer.origins).map(|(item, &(target, index))| {
+            let input = input(target as usize, index as usize);
+            (input, item.src.wrapping_sub(bases.get(input).copied().unwrap_or(0)))
+        });
+        let bytes = self.buffer.bytes(self.kernel.param_bytes());
+        ExchangeTemplate::new(bytes, self.header, self.kernel, self.shape, sources.collect(), bases)
     }
 
     /// Lanes of all targets.
@@ -289,7 +316,7 @@ impl<'a> ExchangeLaunch<'a> {
     /// Lanes of what stays on this rank.
     #[must_use]
     pub const fn own_lanes(&self) -> u32 {
-        self.own_lanes
+        self.shape.own_lanes
     }
 }
 

@@ -9,7 +9,7 @@ use kvferry_layout::exchange::MAX_RANKS;
 use super::backend::{Backend, Setup};
 use super::collective::{message, nonce, word};
 use super::comm::{All2All, Calls, Shared, check_timeout};
-use super::cpu;
+use super::{cpu, cuda};
 use super::mesh::Mesh;
 use super::options::ExchangeDevice;
 use super::plan::PlanCache;
@@ -214,10 +214,7 @@ impl All2AllBuilder {
     fn backend(&self, setup: &Setup<'_>) -> Result<Arc<dyn Backend>> {
         match self.device {
             ExchangeDevice::Cpu => cpu::connect(setup),
-            ExchangeDevice::Gpu(_) => Err(Error::Unsupported {
-                what: "an all2all between GPUs".to_owned(),
-                why: "this build has no CUDA backend for it".to_owned(),
-            }),
+            ExchangeDevice::Gpu(ordinal) => cuda::connect(setup, ordinal),
         }
     }
 
