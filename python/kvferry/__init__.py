@@ -1,4 +1,4 @@
-"""kvferry moves KV-cache blocks between memories and layouts.
+"""kvferry moves KV-cache blocks between memories and layouts, and attention heads between ranks.
 
     import kvferry as kf
 
@@ -11,6 +11,10 @@
         job = ctx.transfer(cache, pool, [3, 5], [0, 1])
         print(job.wait())
 
+    with kf.All2All(rank, world_size, capacity_bytes=1 << 28, rendezvous="tcp://127.0.0.1:29611") as comm:
+        q, k, v = comm.send_recv_heads((q, k, v), rank_tokens=[128, 96])
+        o = comm.gather_heads(attention(q, k, v), rank_tokens=[128, 96])
+
 Importing needs no GPU, driver, NumPy or torch.
 """
 
@@ -18,6 +22,8 @@ import os
 
 from kvferry import _async as _async  # loaded now, not inside the first await
 from kvferry._core import (
+    All2All,
+    ExchangeArray,
     HostRegistration,
     LayoutConfig,
     Memory,
@@ -43,9 +49,12 @@ from kvferry._core import (
     vectorized_copy,
 )
 from kvferry._errors import (
+    Aborted,
     BlockIdError,
     Busy,
+    CapacityError,
     ClosedError,
+    ContractMismatch,
     CudaError,
     DuplicateBlockError,
     Error,
@@ -56,6 +65,8 @@ from kvferry._errors import (
     MismatchError,
     OptionError,
     OverlapError,
+    PeerDied,
+    PeerTimeout,
     TransferError,
     Unsupported,
     WaitTimeout,
@@ -67,12 +78,17 @@ if _level := os.environ.get("KVFERRY_LOG"):
 __version__: str = build_info()["version"]
 
 __all__ = [
+    "Aborted",
+    "All2All",
     "BlockIdError",
     "Busy",
+    "CapacityError",
     "ClosedError",
+    "ContractMismatch",
     "CudaError",
     "DuplicateBlockError",
     "Error",
+    "ExchangeArray",
     "ForkError",
     "GuardError",
     "HostMemoryError",
@@ -83,6 +99,8 @@ __all__ = [
     "MismatchError",
     "OptionError",
     "OverlapError",
+    "PeerDied",
+    "PeerTimeout",
     "PhysicalLayout",
     "Region",
     "Route",

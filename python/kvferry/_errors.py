@@ -115,6 +115,59 @@ class WaitTimeout(Error, TimeoutError):  # noqa: N818
     seconds: float
 
 
+class PeerTimeout(Error, TimeoutError):  # noqa: N818
+    """Rank `peer` did not come within `seconds` to call `epoch`, an `op`, or (epoch 0) to a step of set-up.
+
+    After a call, the communicator raises it everywhere; reset() makes it usable again.
+    """
+
+    peer: int | None
+    op: str | None
+    epoch: int
+    seconds: float
+
+
+class PeerDied(Error, ConnectionError):  # noqa: N818
+    """Rank `peer`, process `pid`, has died or closed: seen in the call `op` number `epoch`.
+
+    `op` is None where it was seen after that call; in set-up steps the epoch is 0.
+
+    From then on the communicator raises it everywhere; make a new one with the ranks that are left.
+    """
+
+    peer: int
+    pid: int
+    op: str | None
+    epoch: int
+
+
+class ContractMismatch(Error, ValueError):  # noqa: N818
+    """The ranks do not call for the same thing: `rank` is the one that differs, `reason` says how.
+
+    No byte has moved. From then on the communicator raises it everywhere; reset() makes it usable again.
+    """
+
+    rank: int
+    reason: str
+
+
+class Aborted(Error, RuntimeError):  # noqa: N818
+    """Rank `rank` gave up, for `reason`: it called abort(), or its device or system failed in a call.
+
+    From then on the communicator raises it everywhere; reset() makes it usable again.
+    """
+
+    rank: int
+    reason: str
+
+
+class CapacityError(Error, ValueError):
+    """A call whose largest result has `needed` bytes, more than the communicator's `capacity`."""
+
+    needed: int
+    capacity: int
+
+
 class Busy(Error, RuntimeError):  # noqa: N818
     """Not now: the job is still running, or a resource is in use."""
 

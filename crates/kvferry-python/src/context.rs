@@ -318,7 +318,7 @@ impl TransferContext {
 }
 
 /// The GPU of a context: an ordinal, "cuda:1", "cuda" for the first, or "cpu".
-fn ordinal(device: &Bound<'_, PyAny>) -> PyResult<Option<u32>> {
+pub(crate) fn ordinal(device: &Bound<'_, PyAny>) -> PyResult<Option<u32>> {
     if let Ok(word) = device.cast::<PyString>() {
         match word.to_str()? {
             "cpu" => return Ok(None),

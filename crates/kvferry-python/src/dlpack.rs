@@ -119,18 +119,9 @@ pub(crate) fn import(object: &Bound<'_, PyAny>, name: &str) -> PyResult<Raw> {
         let message = format!("{name}: memory of DLPack device type {device_type} is not supported");
         return Err(plain(py, "Unsupported", message));
     }
-    let ndim = usize::try_from(tensor.ndim).unwrap_or(0);
-    let shape: Vec<u64> = read(tensor.shape, ndim).into_iter().map(|extent| extent.max(0) as u64).collect();
     let DlDataType { code, bits, lanes } = tensor.dtype;
     let item_bytes = if bits.is_multiple_of(8) && lanes == 1 { u64::from(bits / 8) } else { 0 };
-    let strides = if tensor.strides.is_null() {
-        packed(&shape, item_bytes)
-    } else {
-        read(tensor.strides, ndim)
-            .into_iter()
-            .map(|stride| stride.saturating_mul(item_bytes as i64))
-            .collect()
-    };
+    let (shape, strides) = sizes(&tensor, item_bytes);
     let lanes = if lanes == 1 { String::new() } else { format!(" in {lanes} lanes") };
     Ok(Raw {
         // A null pointer stays one, so that it can be refused.
@@ -147,6 +138,21 @@ pub(crate) fn import(object: &Bound<'_, PyAny>, name: &str) -> PyResult<Raw> {
     })
 }
 
+/// Extents, and strides in bytes, of a live tensor.
+pub(crate) fn sizes(tensor: &DlTensor, item_bytes: u64) -> (Vec<u64>, Vec<i64>) {
+    let ndim = usize::try_from(tensor.ndim).unwrap_or(0);
+    let shape: Vec<u64> = read(tensor.shape, ndim).into_iter().map(|extent| extent.max(0) as u64).collect();
+    let strides = if tensor.strides.is_null() {
+        packed(&shape, item_bytes)
+    } else {
+        read(tensor.strides, ndim)
+            .into_iter()
+            .map(|stride| stride.saturating_mul(item_bytes as i64))
+            .collect()
+    };
+    (shape, strides)
+}
+
 fn read(from: *const i64, count: usize) -> Vec<i64> {
     if from.is_null() || count == 0 {
         return Vec::new();
@@ -155,7 +161,8 @@ fn read(from: *const i64, count: usize) -> Vec<i64> {
     unsafe { std::slice::from_raw_parts(from, count) }.to_vec()
 }
 
-fn dtype(of: DlDataType) -> Option<Dtype> {
+/// Our name of an element type, if it has one.
+pub(crate) fn dtype(of: DlDataType) -> Option<Dtype> {
     Some(match (of.code, of.bits, of.lanes) {
         (INT, 8, 1) => Dtype::Int8,
         (INT, 16, 1) => Dtype::Int16,

@@ -5,9 +5,11 @@ use kvferry::{Error, LayoutError, PlanError};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyString, PyType};
 
+use crate::all2all;
+
 /// Builds `kvferry._errors.<class>(message, **fields)` without running its `__init__`: Python code that native code calls
 /// must not be where a daemon thread is when the interpreter ends (before 3.14, that aborts the process).
-fn raise(
+pub(crate) fn raise(
     py: Python<'_>,
     class: &'static str,
     message: String,
@@ -48,7 +50,7 @@ pub(crate) fn to_py(py: Python<'_>, error: Error) -> PyErr {
         Error::MixedMemory { .. } | Error::ReadOnlyDestination { .. } => plain(py, "LayoutError", message),
         Error::StrategyMismatch { .. } | Error::InvalidOption { .. } => plain(py, "OptionError", message),
         Error::Unsupported { .. } => plain(py, "Unsupported", message),
-        Error::Closed => plain(py, "ClosedError", message),
+        Error::Closed | Error::ExchangeClosed => plain(py, "ClosedError", message),
         Error::Fork(_) => plain(py, "ForkError", message),
         Error::Transfer(failure) => {
             raise(py, "TransferError", message, |d| d.set_item("failed_blocks", failure.failed_blocks))
@@ -73,6 +75,15 @@ pub(crate) fn to_py(py: Python<'_>, error: Error) -> PyErr {
             d.set_item("expected", found.expected)?;
             d.set_item("found", found.found)
         }),
+        Error::Contract(error) => plain(py, all2all::refusal(&error), message),
+        Error::ArrayBounds { .. } => plain(py, "LayoutError", message),
+        Error::Exchange(failure) => all2all::failure(py, failure),
+        Error::Setup(error) => all2all::setup(py, error),
+        Error::Capacity { needed, capacity, .. } => raise(py, "CapacityError", message, |d| {
+            d.set_item("needed", needed)?;
+            d.set_item("capacity", capacity)
+        }),
+        Error::Shared(_) => plain(py, "HostMemoryError", message),
         Error::Timeout { seconds } => raise(py, "WaitTimeout", message, |d| d.set_item("seconds", seconds)),
         Error::Thread(_) | Error::Busy { .. } => plain(py, "Busy", message),
         // Only fill() writes without a plan, which has its own refusal of read-only destinations.

@@ -1,11 +1,11 @@
-//! DLPack export (data-apis DLPack 1.x, `dlpack.h`). A capsule owns its tensor, and the tensor a reference to the layout:
-//! no Python object, so that a consumer may free it on any thread, with or without the GIL.
+//! DLPack export (data-apis DLPack 1.x, `dlpack.h`). A capsule owns its tensor, and the tensor a reference to what owns
+//! the memory: no Python object, so that a consumer may free it on any thread, with or without the GIL.
 
 use std::ffi::{CStr, c_void};
 use std::ptr::{self, NonNull};
-use std::sync::Arc;
 
-use kvferry::{Dtype, MemoryKind, PhysicalLayout};
+use kvferry::host::Owner;
+use kvferry::{Dtype, MemoryKind};
 use pyo3::exceptions::{PyBufferError, PyValueError};
 use pyo3::ffi;
 use pyo3::prelude::*;
@@ -66,9 +66,23 @@ pub(crate) fn check_stream(device: Device, stream: Option<&Bound<'_, PyAny>>) ->
     }
 }
 
+/// The name of an element type in DLPack.
+pub(crate) fn dl_type(dtype: Dtype) -> PyResult<DlDataType> {
+    let code = match dtype {
+        Dtype::Float16 | Dtype::Float32 | Dtype::Float64 => FLOAT,
+        Dtype::BFloat16 => BFLOAT,
+        Dtype::Float8E4M3Fn => FLOAT8_E4M3FN,
+        Dtype::Float8E5M2 => FLOAT8_E5M2,
+        Dtype::Int8 | Dtype::Int16 | Dtype::Int32 | Dtype::Int64 => INT,
+        Dtype::UInt8 => UINT,
+        other => return Err(PyBufferError::new_err(format!("DLPack has no type for {other}"))),
+    };
+    Ok(DlDataType { code, bits: dtype.bits() as u8, lanes: 1 })
+}
+
 /// A tensor to be.
 pub(crate) struct Export {
-    layout: Arc<PhysicalLayout>,
+    owner: Owner,
     addr: u64,
     device: Device,
     dtype: DlDataType,
@@ -81,33 +95,24 @@ pub(crate) struct Export {
 impl Export {
     /// `strides` in bytes.
     pub(crate) fn new(
-        layout: &Arc<PhysicalLayout>,
+        owner: Owner,
         addr: u64,
         device: Device,
-        dtype: Dtype,
+        dtype: DlDataType,
         shape: &[isize],
         strides: &[isize],
         read_only: bool,
     ) -> PyResult<Export> {
-        let code = match dtype {
-            Dtype::Float16 | Dtype::Float32 | Dtype::Float64 => FLOAT,
-            Dtype::BFloat16 => BFLOAT,
-            Dtype::Float8E4M3Fn => FLOAT8_E4M3FN,
-            Dtype::Float8E5M2 => FLOAT8_E5M2,
-            Dtype::Int8 | Dtype::Int16 | Dtype::Int32 | Dtype::Int64 => INT,
-            Dtype::UInt8 => UINT,
-            other => return Err(PyBufferError::new_err(format!("DLPack has no type for {other}"))),
-        };
-        let item = dtype.bytes() as i64;
+        let item = i64::from(dtype.bits / 8).max(1);
         if let Some(stride) = strides.iter().find(|&&stride| stride as i64 % item != 0) {
-            let message = format!("a stride of {stride} bytes is no whole number of {dtype} elements");
+            let message = format!("a stride of {stride} bytes is no whole number of {item}-byte elements");
             return Err(PyBufferError::new_err(message));
         }
         Ok(Export {
-            layout: layout.clone(),
+            owner,
             addr,
             device,
-            dtype: DlDataType { code, bits: dtype.bits() as u8, lanes: 1 },
+            dtype,
             shape: shape.iter().map(|&extent| extent as i64).collect(),
             strides: strides.iter().map(|&stride| stride as i64 / item).collect(),
             read_only,
@@ -116,11 +121,16 @@ impl Export {
 
     /// A capsule for consumers that know DLPack 1.0.
     pub(crate) fn versioned(self, py: Python<'_>) -> PyResult<Bound<'_, PyCapsule>> {
+        encapsulated(py, self.managed())
+    }
+
+    /// What such a capsule holds, for consumers that take it without one. Whoever gets it must see to its deletion.
+    pub(crate) fn managed(self) -> NonNull<DlManagedTensorVersioned> {
         let flags = if self.read_only { READ_ONLY } else { 0 };
         // 1.1 brought the 8-bit floats.
         let minor = u32::from(matches!(self.dtype.code, FLOAT8_E4M3FN | FLOAT8_E5M2));
         let deleter = delete::<DlManagedTensorVersioned>;
-        self.capsule(py, |tensor| DlManagedTensorVersioned {
+        self.leaked(|tensor| DlManagedTensorVersioned {
             major: 1,
             minor,
             manager_ctx: ptr::null_mut(),
@@ -134,23 +144,20 @@ impl Export {
     pub(crate) fn legacy(self, py: Python<'_>) -> PyResult<Bound<'_, PyCapsule>> {
         if self.read_only {
             let message =
-                "the layout is read-only, which only DLPack 1.0 can say: ask with max_version=(1, 0)";
+                "the memory is read-only, which only DLPack 1.0 can say: ask with max_version=(1, 0)";
             return Err(PyBufferError::new_err(message));
         }
         let deleter = delete::<DlManagedTensor>;
-        self.capsule(py, |tensor| DlManagedTensor {
+        let managed = self.leaked(|tensor| DlManagedTensor {
             tensor,
             manager_ctx: ptr::null_mut(),
             deleter: Some(deleter),
-        })
+        });
+        encapsulated(py, managed)
     }
 
-    fn capsule<M: Managed>(
-        self,
-        py: Python<'_>,
-        managed: impl FnOnce(DlTensor) -> M,
-    ) -> PyResult<Bound<'_, PyCapsule>> {
-        let Export { layout, addr, device, dtype, shape, strides, read_only: _ } = self;
+    fn leaked<M: Managed>(self, managed: impl FnOnce(DlTensor) -> M) -> NonNull<M> {
+        let Export { owner, addr, device, dtype, shape, strides, read_only: _ } = self;
         let tensor = DlTensor {
             data: addr as *mut c_void,
             device: DlDevice { device_type: device.kind, device_id: device.id },
@@ -160,27 +167,30 @@ impl Export {
             strides: strides.as_ptr(),
             byte_offset: 0,
         };
-        let held = Needed { _layout: layout, _shape: shape, _strides: strides };
+        let held = Needed { _owner: owner, _shape: shape, _strides: strides };
         let context = NonNull::from(Box::leak(Box::new(held)));
         let mut managed = managed(tensor);
         *managed.context() = context.as_ptr().cast();
-        let managed = NonNull::from(Box::leak(Box::new(managed)));
-        // SAFETY: `managed` points to an initialised, leaked M, which is what a capsule of M's name must hold, and lives
-        // until `delete::<M>` runs: by the consumer that renamed the capsule, or by `destroy::<M>` if none did. That
-        // destructor may run on any thread and assumes only the GIL, with which capsules are destroyed.
-        let made = unsafe {
-            PyCapsule::new_with_pointer_and_destructor(py, managed.cast(), M::NAME, Some(destroy::<M>))
-        };
-        made.inspect_err(|_| {
-            // SAFETY: without a capsule nobody else has seen the pointer, and it is as `delete` wants it.
-            unsafe { delete::<M>(managed.as_ptr()) }
-        })
+        NonNull::from(Box::leak(Box::new(managed)))
     }
+}
+
+fn encapsulated<M: Managed>(py: Python<'_>, managed: NonNull<M>) -> PyResult<Bound<'_, PyCapsule>> {
+    // SAFETY: `managed` points to an initialised, leaked M, which is what a capsule of M's name must hold, and lives
+    // until `delete::<M>` runs: by the consumer that renamed the capsule, or by `destroy::<M>` if none did. That
+    // destructor may run on any thread and assumes only the GIL, with which capsules are destroyed.
+    let made = unsafe {
+        PyCapsule::new_with_pointer_and_destructor(py, managed.cast(), M::NAME, Some(destroy::<M>))
+    };
+    made.inspect_err(|_| {
+        // SAFETY: without a capsule nobody else has seen the pointer, and it is as `delete` wants it.
+        unsafe { delete::<M>(managed.as_ptr()) }
+    })
 }
 
 /// What a tensor needs for as long as it is in use. `shape` and `strides` of its `DLTensor` point into the boxes.
 struct Needed {
-    _layout: Arc<kvferry::PhysicalLayout>,
+    _owner: Owner,
     _shape: Box<[i64]>,
     _strides: Box<[i64]>,
 }
@@ -192,7 +202,7 @@ const _: fn() = || {
 };
 
 /// The two structs of `dlpack.h` that a capsule can hold.
-trait Managed: Sized + 'static {
+pub(crate) trait Managed: Sized + 'static {
     const NAME: &'static CStr;
 
     fn context(&mut self) -> &mut *mut c_void;
@@ -217,17 +227,17 @@ impl Managed for DlManagedTensorVersioned {
 /// The deleter of an exported tensor. Does not need the GIL and does not take it.
 ///
 /// # Safety
-/// `managed` is null or a tensor of [`Export::capsule`], given up by the caller and not deleted before.
-unsafe extern "C" fn delete<M: Managed>(managed: *mut M) {
+/// `managed` is null or a tensor of [`Export::leaked`], given up by the caller and not deleted before.
+pub(crate) unsafe extern "C" fn delete<M: Managed>(managed: *mut M) {
     if managed.is_null() {
         return;
     }
-    // SAFETY: `capsule` leaked this very box as an M, and by our contract this is its only deletion: the box is ours,
+    // SAFETY: `leaked` left this very box as an M, and by our contract this is its only deletion: the box is ours,
     // whichever thread we are on.
     let mut managed = unsafe { Box::from_raw(managed) };
     let context = managed.context().cast::<Needed>();
-    // SAFETY: `capsule` put a leaked Box<Needed> there, consumers leave `manager_ctx` alone (dlpack.h), and this is the
-    // only deletion. Needed is Send (asserted above): dropping it here is right on any thread. A Python object that the
+    // SAFETY: `leaked` put a leaked Box<Needed> there, consumers leave `manager_ctx` alone (dlpack.h), and this is the
+    // only deletion. Needed is Send (asserted above): dropping it here is right on any thread. A Python object that a
     // layout borrows from is left to PyO3's reference pool, that is to the next call into kvferry, on threads that are not
     // known to hold the GIL.
     drop(unsafe { Box::from_raw(context) });
@@ -236,7 +246,7 @@ unsafe extern "C" fn delete<M: Managed>(managed: *mut M) {
 /// The destructor of a capsule: deletes the tensor that nobody took.
 ///
 /// # Safety
-/// Called by the interpreter, with a capsule of [`Export::capsule`].
+/// Called by the interpreter, with a capsule of [`Export::leaked`].
 unsafe extern "C" fn destroy<M: Managed>(capsule: *mut ffi::PyObject) {
     // SAFETY: `capsule` is a live capsule (our contract) and the name a C string; this raises nothing.
     if unsafe { ffi::PyCapsule_IsValid(capsule, M::NAME.as_ptr()) } == 0 {
@@ -245,6 +255,6 @@ unsafe extern "C" fn destroy<M: Managed>(capsule: *mut ffi::PyObject) {
     }
     // SAFETY: the capsule is valid for this name, as just checked, with the GIL held since: this cannot fail.
     let managed = unsafe { ffi::PyCapsule_GetPointer(capsule, M::NAME.as_ptr()) };
-    // SAFETY: a capsule that still has its name still owns the tensor that `capsule` put there, and is going away.
+    // SAFETY: a capsule that still has its name still owns the tensor that `encapsulated` put there, and is going away.
     unsafe { delete::<M>(managed.cast()) };
 }

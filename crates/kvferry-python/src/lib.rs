@@ -1,5 +1,6 @@
 //! The Python module `kvferry._core`: converts arguments, releases the GIL, maps errors. No logic of its own.
 
+mod all2all;
 mod arrays;
 mod calibrate;
 mod config;
@@ -25,11 +26,14 @@ mod streams;
 mod transfer;
 mod users;
 mod verify;
+mod view;
 mod words;
 
 /// Native core of kvferry. Import `kvferry` instead.
 #[pyo3::pymodule]
 mod _core {
+    #[pymodule_export]
+    use crate::all2all::{All2All, ExchangeArray};
     #[pymodule_export]
     use crate::calibrate::calibrate;
     #[pymodule_export]

@@ -216,6 +216,16 @@ pub(crate) fn interruptible<T: Send>(
 #[derive(Clone, Copy)]
 pub(crate) struct Timeout(Duration);
 
+impl Timeout {
+    pub(crate) const fn of(duration: Duration) -> Timeout {
+        Timeout(duration)
+    }
+
+    pub(crate) const fn duration(self) -> Duration {
+        self.0
+    }
+}
+
 impl FromPyObject<'_, '_> for Timeout {
     type Error = PyErr;
 

@@ -43,6 +43,11 @@ impl Users {
         self.0.fetch_or(TORCH | CUPY, Ordering::Relaxed);
     }
 
+    /// Whether torch and whether CuPy are among them.
+    pub(crate) fn torch_and_cupy(&self) -> (bool, bool) {
+        (self.bits() & TORCH != 0, self.bits() & CUPY != 0)
+    }
+
     fn bits(&self) -> u8 {
         self.0.load(Ordering::Relaxed)
     }
@@ -76,7 +81,7 @@ pub(crate) fn current_streams<'a>(
 }
 
 /// A module, if somebody has imported it.
-fn loaded<'py>(py: Python<'py>, name: &str) -> PyResult<Option<Bound<'py, PyAny>>> {
+pub(crate) fn loaded<'py>(py: Python<'py>, name: &str) -> PyResult<Option<Bound<'py, PyAny>>> {
     static MODULES: PyOnceLock<Py<PyDict>> = PyOnceLock::new();
     let modules = MODULES.get_or_try_init(py, || {
         PyResult::Ok(py.import("sys")?.getattr("modules")?.cast_into::<PyDict>()?.unbind())
@@ -85,7 +90,7 @@ fn loaded<'py>(py: Python<'py>, name: &str) -> PyResult<Option<Bound<'py, PyAny>
 }
 
 /// `None` where a module is still being imported and lacks the attribute.
-fn attribute<'py>(of: &Bound<'py, PyAny>, name: &str) -> PyResult<Option<Bound<'py, PyAny>>> {
+pub(crate) fn attribute<'py>(of: &Bound<'py, PyAny>, name: &str) -> PyResult<Option<Bound<'py, PyAny>>> {
     match of.getattr(name) {
         Ok(found) => Ok(Some(found)),
         Err(error) if error.is_instance_of::<PyAttributeError>(of.py()) => Ok(None),
@@ -104,7 +109,7 @@ fn handle(stream: &Bound<'_, PyAny>, name: &str) -> PyResult<StreamHandle> {
 }
 
 /// torch's current stream in this thread; `None` if torch is not here or has not touched a GPU.
-fn torch_stream(py: Python<'_>, ordinal: u32) -> PyResult<Option<StreamHandle>> {
+pub(crate) fn torch_stream(py: Python<'_>, ordinal: u32) -> PyResult<Option<StreamHandle>> {
     static CURRENT: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
     if CURRENT.get(py).is_none() {
         let Some(torch) = loaded(py, "torch")? else { return Ok(None) };
@@ -130,7 +135,7 @@ fn torch_stream(py: Python<'_>, ordinal: u32) -> PyResult<Option<StreamHandle>> 
 }
 
 /// CuPy's current stream in this thread; `None` if CuPy is not here.
-fn cupy_stream(py: Python<'_>, ordinal: u32) -> PyResult<Option<StreamHandle>> {
+pub(crate) fn cupy_stream(py: Python<'_>, ordinal: u32) -> PyResult<Option<StreamHandle>> {
     static CURRENT: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
     if CURRENT.get(py).is_none() {
         let Some(cupy) = loaded(py, "cupy")? else { return Ok(None) };

@@ -23,6 +23,7 @@
 //! ```
 #![forbid(unsafe_code)]
 
+pub mod all2all;
 mod build;
 mod calibrate;
 mod error;

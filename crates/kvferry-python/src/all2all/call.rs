@@ -1,0 +1,210 @@
+//! One call, from Python's arguments to Python's results.
+
+use std::sync::{Arc, Mutex, PoisonError, Weak};
+
+use kvferry::StreamHandle;
+use kvferry::all2all::{CallOptions, ExchangeResult, Landing};
+use kvferry::layout::{ExchangeOp, HeadLayout};
+use pyo3::prelude::*;
+
+use super::All2All;
+use super::array::{ExchangeArray, addr};
+use super::held::Held;
+use super::inputs::{Inputs, Library};
+use super::options;
+use super::outputs::{outputs, room};
+use super::torch;
+use crate::arrays::raw;
+use crate::errors::to_py;
+use crate::numbers::whole;
+use crate::streams;
+use crate::users::{cupy_stream, torch_stream};
+
+/// Options of a call.
+pub(crate) struct Asked<'a, 'py> {
+    pub(crate) rank_tokens: Option<&'a Bound<'py, PyAny>>,
+    pub(crate) layout: &'a str,
+    pub(crate) num_heads: Option<&'a Bound<'py, PyAny>>,
+    pub(crate) query_heads: Option<&'a Bound<'py, PyAny>>,
+    pub(crate) head_splits: Option<&'a Bound<'py, PyAny>>,
+    pub(crate) out: Option<&'a Bound<'py, PyAny>>,
+    pub(crate) stream: Option<&'a Bound<'py, PyAny>>,
+    pub(crate) num_sms: Option<&'a Bound<'py, PyAny>>,
+    pub(crate) engine: &'a str,
+    pub(crate) dtype: Option<&'a Bound<'py, PyAny>>,
+}
+
+impl Asked<'_, '_> {
+    fn read(&self, py: Python<'_>, layout: HeadLayout, tensors: usize) -> PyResult<CallOptions> {
+        let num_sms = |given| whole("OptionError", "num_sms", given, u32::MAX.into());
+        Ok(CallOptions {
+            layout,
+            rank_tokens: self.rank_tokens.map(options::rank_tokens).transpose()?,
+            num_heads: self.num_heads.map(|given| options::num_heads(given, tensors)).transpose()?,
+            query_heads: self.query_heads.map(options::query_heads).transpose()?,
+            head_splits: self.head_splits.map(|given| options::head_splits(given, tensors)).transpose()?,
+            out: self.out.map(options::output).transpose()?,
+            stream: self.stream.map(|given| streams::stream("stream", given)).transpose()?,
+            num_sms: self.num_sms.map(num_sms).transpose()?.map(|count| count as u32),
+            engine: options::engine(py, self.engine)?,
+        })
+    }
+}
+
+/// Results that somebody holds, to be found by the address of what Python shows of them. GPU memory only: for host memory
+/// nothing has to be found.
+#[derive(Default)]
+pub(crate) struct Live(Mutex<Vec<Weak<Held>>>);
+
+impl Live {
+    pub(crate) fn add(&self, held: &Arc<Held>) {
+        if held.result().region().kind().is_host() {
+            return;
+        }
+        let mut live = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        // As many as there are results in the buffers of the pool, so few.
+        live.retain(|held| held.strong_count() > 0);
+        live.push(Arc::downgrade(held));
+    }
+
+    /// The result that `object` is, or lies in.
+    pub(crate) fn find(&self, py: Python<'_>, object: &Bound<'_, PyAny>) -> PyResult<Option<Arc<Held>>> {
+        if let Ok(array) = object.cast::<ExchangeArray>() {
+            return Ok(Some(array.get().held.clone()));
+        }
+        let at = match torch::torch(py)? {
+            Some(torch) if torch.is_tensor(object)? => object.call_method0("data_ptr")?.extract()?,
+            _ => raw(object, "result")?.addr,
+        };
+        let live = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let lies_in = |held: &Arc<Held>| {
+            let result = held.result();
+            let bytes = result.shape().iter().product::<u64>() * result.dtype().bytes();
+            (addr(result)..addr(result) + bytes.max(1)).contains(&at)
+        };
+        Ok(live.iter().filter_map(Weak::upgrade).find(lies_in))
+    }
+}
+
+impl All2All {
+    /// Publishes that this rank's call will not be, so that the others do not wait for it; gives the error back.
+    pub(crate) fn refused(
+        &self,
+        py: Python<'_>,
+        op: ExchangeOp,
+        stream: Option<StreamHandle>,
+        error: PyErr,
+    ) -> PyErr {
+        let reason = error.value(py).to_string();
+        let options = CallOptions { stream, ..CallOptions::default() };
+        match py.detach(|| self.comm.refuse(op, &reason, &options)) {
+            Ok(()) => error,
+            // Closed, or forked: nothing that was said of the arguments matters then.
+            Err(other) => to_py(py, other),
+        }
+    }
+
+    pub(crate) fn call<'py>(
+        &self,
+        py: Python<'py>,
+        op: ExchangeOp,
+        tensors: &Bound<'py, PyAny>,
+        asked: &Asked<'_, 'py>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let mut stream = None;
+        let (inputs, options) = match self.prepare(py, tensors, asked, &mut stream) {
+            Ok(prepared) => prepared,
+            Err(error) => return Err(self.refused(py, op, stream, error)),
+        };
+        let arrays = inputs.arrays();
+        let (done, copies) = self.run(py, op, &inputs, &arrays, &options);
+        // Inputs may be Python's: they are let go of with the interpreter lock.
+        drop(arrays);
+        let results = done.map_err(|error| copies.error.unwrap_or_else(|| to_py(py, error)))?;
+        outputs(py, &inputs, options.layout, results, copies.made, |held| self.live.add(held))
+    }
+
+    fn prepare<'py>(
+        &self,
+        py: Python<'py>,
+        tensors: &Bound<'py, PyAny>,
+        asked: &Asked<'_, 'py>,
+        stream: &mut Option<StreamHandle>,
+    ) -> PyResult<(Inputs<'py>, CallOptions)> {
+        let layout = options::layout(py, asked.layout)?;
+        let declared = asked.dtype.map(crate::config::dtype).transpose()?;
+        let inputs = Inputs::read(tensors, layout, declared, self.home())?;
+        let mut options = asked.read(py, layout, inputs.each.len())?;
+        if options.stream.is_none()
+            && let Some(ordinal) = self.ordinal()
+        {
+            options.stream = current(py, &inputs, ordinal)?;
+        }
+        *stream = options.stream;
+        Ok((inputs, options))
+    }
+
+    fn run(
+        &self,
+        py: Python<'_>,
+        op: ExchangeOp,
+        inputs: &Inputs<'_>,
+        arrays: &[kvferry::all2all::ExchangeArray],
+        options: &CallOptions,
+    ) -> (kvferry::Result<Vec<ExchangeResult>>, Copies) {
+        let mut copies = Copies::default();
+        let torch = |library: &Library<'_>| matches!(library, Library::Torch(_));
+        if options.out.is_some() || !inputs.each.iter().all(|input| torch(&input.library)) {
+            return (py.detach(|| self.comm.exchange(op, arrays, options, Landing::Pool)), copies);
+        }
+        let like: Vec<_> =
+            inputs.each.iter().map(|input| (input.object.clone().unbind(), input.flat)).collect();
+        let done = py.detach(|| {
+            let mut target = |shapes: &[kvferry::all2all::ResultShape]| {
+                Python::attach(|py| match room(py, &like, options.layout, shapes) {
+                    Ok(made) => {
+                        let (objects, arrays): (Vec<_>, Vec<_>) = made.into_iter().unzip();
+                        copies.made = objects;
+                        Ok(arrays)
+                    }
+                    Err(error) => {
+                        let why = error.value(py).to_string();
+                        copies.error = Some(error);
+                        Err(kvferry::Error::Unsupported { what: "a copy of the result".to_owned(), why })
+                    }
+                })
+            };
+            self.comm.exchange(op, arrays, options, Landing::PoolOrCopy(&mut target))
+        });
+        (done, copies)
+    }
+}
+
+/// Memory of the caller's library that results were copied to, or why there was none.
+#[derive(Default)]
+struct Copies {
+    made: Vec<Py<PyAny>>,
+    error: Option<PyErr>,
+}
+
+/// The current stream, on the communicator's GPU, of the library that the arrays belong to.
+fn current(py: Python<'_>, inputs: &Inputs<'_>, ordinal: u32) -> PyResult<Option<StreamHandle>> {
+    let of_torch = inputs.each.iter().any(|input| matches!(input.library, Library::Torch(_)));
+    if of_torch && let Some(stream) = torch::current_stream(ordinal) {
+        return Ok(Some(stream));
+    }
+    let mut found = None;
+    for input in &inputs.each {
+        let (torch, cupy) = input.users()?;
+        if torch {
+            found = torch_stream(py, ordinal)?;
+        }
+        if found.is_none() && cupy {
+            found = cupy_stream(py, ordinal)?;
+        }
+        if found.is_some() {
+            break;
+        }
+    }
+    Ok(found)
+}

@@ -1,0 +1,190 @@
+//! Options of a call as Python gives them.
+
+use std::ops::Range;
+
+use kvferry::all2all::{ExchangeEngine, Output};
+use kvferry::layout::{ExchangeOp, HeadLayout};
+use pyo3::exceptions::PyTypeError;
+use pyo3::prelude::*;
+use pyo3::types::{PyInt, PyList, PyRange, PySequence, PyString, PyTuple};
+
+use super::array::ExchangeArray;
+use crate::context::span;
+use crate::errors::plain;
+use crate::numbers::whole;
+use crate::words::words;
+
+/// Counts are 63 bits wide.
+const MOST: u64 = i64::MAX as u64;
+
+/// Order of the axes.
+pub(crate) fn layout(py: Python<'_>, name: &str) -> PyResult<HeadLayout> {
+    name.parse().map_err(|error: kvferry::layout::ExchangeError| plain(py, "OptionError", error.to_string()))
+}
+
+/// The operation that gathers along an axis.
+pub(crate) fn axis(py: Python<'_>, name: &str) -> PyResult<ExchangeOp> {
+    match name {
+        "tokens" => Ok(ExchangeOp::AllGatherTokens),
+        "heads" => Ok(ExchangeOp::AllGatherHeads),
+        other => {
+            Err(plain(py, "OptionError", format!("axis must be \"tokens\" or \"heads\", got {other:?}")))
+        }
+    }
+}
+
+pub(crate) fn engine(py: Python<'_>, name: &str) -> PyResult<ExchangeEngine> {
+    match name {
+        "auto" => Ok(ExchangeEngine::Auto),
+        "push" => Ok(ExchangeEngine::Push),
+        "copy" => Ok(ExchangeEngine::Copy),
+        other => {
+            let message = format!("engine must be \"auto\", \"push\" or \"copy\", got {other:?}");
+            Err(plain(py, "OptionError", message))
+        }
+    }
+}
+
+fn is_list(value: &Bound<'_, PyAny>) -> bool {
+    value.cast::<PySequence>().is_ok() && !value.is_instance_of::<PyString>()
+}
+
+/// `rank_tokens`: a list of counts, or one such list per tensor.
+pub(crate) fn rank_tokens(value: &Bound<'_, PyAny>) -> PyResult<Vec<Vec<u64>>> {
+    let nested = (value.is_instance_of::<PyList>() || value.is_instance_of::<PyTuple>())
+        && value.len()? > 0
+        && !value.get_item(0)?.is_instance_of::<PyInt>()
+        && is_list(&value.get_item(0)?);
+    if nested {
+        return value.try_iter()?.map(|list| words(&list?, "rank_tokens")).collect();
+    }
+    Ok(vec![words(value, "rank_tokens")?])
+}
+
+/// `num_heads`: a number for every tensor, or one per tensor.
+pub(crate) fn num_heads(value: &Bound<'_, PyAny>, tensors: usize) -> PyResult<Vec<u64>> {
+    if value.is_instance_of::<PyInt>() {
+        return Ok(vec![whole("OptionError", "num_heads", value, MOST)?; tensors]);
+    }
+    words(value, "num_heads")
+}
+
+pub(crate) fn query_heads(value: &Bound<'_, PyAny>) -> PyResult<u64> {
+    whole("OptionError", "query_heads", value, MOST)
+}
+
+/// `head_splits`: for every rank a range, or a number of heads that follow those of the rank before; one such list for
+/// every tensor, or one per tensor.
+pub(crate) fn head_splits(value: &Bound<'_, PyAny>, tensors: usize) -> PyResult<Vec<Vec<Range<u64>>>> {
+    let wrong = || {
+        let message = "head_splits must be a list with a range or a number of heads per rank, or one such list per \
+                       tensor";
+        PyTypeError::new_err(message)
+    };
+    let of_rank =
+        |item: &Bound<'_, PyAny>| item.is_instance_of::<PyRange>() || item.is_instance_of::<PyInt>();
+    if !is_list(value) || value.len()? == 0 {
+        return Err(wrong());
+    }
+    if of_rank(&value.get_item(0)?) {
+        return Ok(vec![splits(value)?; tensors]);
+    }
+    value
+        .try_iter()?
+        .map(|list| {
+            let list = list?;
+            if is_list(&list) { splits(&list) } else { Err(wrong()) }
+        })
+        .collect()
+}
+
+fn splits(list: &Bound<'_, PyAny>) -> PyResult<Vec<Range<u64>>> {
+    let mut next = 0_u64;
+    let mut found = Vec::new();
+    for item in list.try_iter()? {
+        let item = item?;
+        let range = if item.is_instance_of::<PyRange>() {
+            span("head_splits", &item)?
+        } else {
+            let count = whole("OptionError", "head_splits", &item, MOST)?;
+            next..next.saturating_add(count)
+        };
+        next = range.end;
+        found.push(range);
+    }
+    Ok(found)
+}
+
+/// `out`: what `empty_output` gave, whole.
+pub(crate) fn output(value: &Bound<'_, PyAny>) -> PyResult<Output> {
+    let wrong = |what: String| {
+        let message = format!("out must be what empty_output() returned, got {what}");
+        Err(plain(value.py(), "OptionError", message))
+    };
+    let several = value.is_instance_of::<PyTuple>() || value.is_instance_of::<PyList>();
+    let first = if several && value.len()? > 0 { value.get_item(0)? } else { value.clone() };
+    let Ok(first) = first.cast_into::<ExchangeArray>() else {
+        return wrong(value.get_type().name()?.to_string());
+    };
+    let Some((output, _)) = first.get().output.clone() else {
+        return wrong("the result of a call".to_owned());
+    };
+    let count = if several { value.len()? } else { 1 };
+    for index in 0..count {
+        let item = if several { value.get_item(index)? } else { value.clone() };
+        let place = item.cast::<ExchangeArray>().ok().and_then(|array| array.get().output.as_ref());
+        if place.is_none_or(|(of, at)| of.id() != output.id() || *at != index) {
+            return wrong("parts of different outputs, or in another order".to_owned());
+        }
+    }
+    if output.results().or_else(|error| Err(crate::errors::to_py(value.py(), error)))?.len() != count {
+        return wrong("a part of it".to_owned());
+    }
+    Ok(output)
+}
+
+/// A shape of three or four axes in the order of `layout`, as batch, tokens, heads, dim; and whether it has three.
+pub(crate) fn shape(value: &Bound<'_, PyAny>, layout: HeadLayout) -> PyResult<([u64; 4], bool)> {
+    let extents = words(value, "shape")?;
+    let (a, b, c, d, flat) = match extents[..] {
+        [a, b, c, d] => (a, b, c, d, false),
+        [a, b, c] => (a, b, c, 1, true),
+        _ => {
+            let message = format!("shape must have three or four axes, got {}", extents.len());
+            return Err(plain(value.py(), "OptionError", message));
+        }
+    };
+    Ok(match layout {
+        HeadLayout::Bnhd => ([a, b, c, d], flat),
+        HeadLayout::Bhnd => ([a, c, b, d], flat),
+    })
+}
+
+/// One shape, or a list of them; and whether it was one.
+pub(crate) fn shapes(
+    value: &Bound<'_, PyAny>,
+    layout: HeadLayout,
+) -> PyResult<(Vec<([u64; 4], bool)>, bool)> {
+    let several = (value.is_instance_of::<PyTuple>() || value.is_instance_of::<PyList>())
+        && value.len()? > 0
+        && is_list(&value.get_item(0)?);
+    if !several {
+        return Ok((vec![shape(value, layout)?], true));
+    }
+    let found = value.try_iter()?.map(|each| shape(&each?, layout)).collect::<PyResult<_>>()?;
+    Ok((found, false))
+}
+
+/// One dtype for all of `count`, or a list of them.
+pub(crate) fn dtypes(value: &Bound<'_, PyAny>, count: usize) -> PyResult<Vec<kvferry::Dtype>> {
+    if !(value.is_instance_of::<PyTuple>() || value.is_instance_of::<PyList>()) {
+        return Ok(vec![crate::config::dtype(value)?; count]);
+    }
+    let found: Vec<_> =
+        value.try_iter()?.map(|each| crate::config::dtype(&each?)).collect::<PyResult<_>>()?;
+    if found.len() != count {
+        let message = format!("dtype has {} entries for {count} shapes", found.len());
+        return Err(plain(value.py(), "OptionError", message));
+    }
+    Ok(found)
+}

@@ -1,0 +1,169 @@
+//! Python objects as places where ranks meet: torch's stores, or anything with `set` and `get`.
+
+use std::fmt;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use kvferry::all2all::{Rendezvous, SetupError, rendezvous};
+
+use pyo3::exceptions::{PyKeyError, PyTypeError};
+use pyo3::intern;
+use pyo3::prelude::*;
+use pyo3::types::{PyBytes, PyDict, PyList, PyString};
+
+/// How often a store that does not wait is asked again.
+const PAUSE: Duration = Duration::from_millis(2);
+
+/// Only used while a communicator is set up or reset, on threads that come from Python.
+pub(crate) struct Store {
+    object: Py<PyAny>,
+    /// It can wait for a key by itself, as torch's stores do.
+    waits: bool,
+}
+
+impl Store {
+    pub(crate) fn new(object: &Bound<'_, PyAny>) -> PyResult<Store> {
+        let py = object.py();
+        for method in [intern!(py, "set"), intern!(py, "get")] {
+            if !object.getattr_opt(method)?.is_some_and(|found| found.is_callable()) {
+                let kind = object.get_type().name()?;
+                return Err(PyTypeError::new_err(format!(
+                    "rendezvous must be a URL, or an object with set(key, value) and get(key) such as a torch store, \
+                     got {kind}"
+                )));
+            }
+        }
+        let waits = object.getattr_opt(intern!(py, "wait"))?.is_some_and(|found| found.is_callable());
+        Ok(Store { object: object.clone().unbind(), waits })
+    }
+
+    pub(crate) fn put(&self, key: &str, value: &[u8]) -> PyResult<()> {
+        Python::attach(|py| {
+            self.object.bind(py).call_method1(intern!(py, "set"), (key, PyBytes::new(py, value)))?;
+            Ok(())
+        })
+    }
+
+    /// The value of a key that somebody sets within `timeout`; `None` if nobody does.
+    pub(crate) fn wait_for(&self, key: &str, timeout: Duration) -> PyResult<Option<Vec<u8>>> {
+        let end = Instant::now() + timeout;
+        if self.waits {
+            return Python::attach(|py| self.wait(py, key, timeout));
+        }
+        loop {
+            let found = Python::attach(|py| {
+                py.check_signals()?;
+                match self.object.bind(py).call_method1(intern!(py, "get"), (key,)) {
+                    Ok(value) if value.is_none() => Ok(None),
+                    Ok(value) => bytes(&value).map(Some),
+                    Err(error) if error.is_instance_of::<PyKeyError>(py) => Ok(None),
+                    Err(error) => Err(error),
+                }
+            })?;
+            if found.is_some() {
+                return Ok(found);
+            }
+            if Instant::now() >= end {
+                return Ok(None);
+            }
+            std::thread::sleep(PAUSE);
+        }
+    }
+
+    /// torch: `wait(keys, timeout)` raises when the time is over, then `get` returns at once.
+    fn wait(&self, py: Python<'_>, key: &str, timeout: Duration) -> PyResult<Option<Vec<u8>>> {
+        let store = self.object.bind(py);
+        let seconds = PyDict::new(py);
+        seconds.set_item("seconds", timeout.as_secs_f64().min(1e8))?;
+        let limit = py.import("datetime")?.getattr("timedelta")?.call((), Some(&seconds))?;
+        let start = Instant::now();
+        match store.call_method1(intern!(py, "wait"), (PyList::new(py, [key])?, limit)) {
+            Ok(_) => {}
+            // Stores have exceptions of their own for this; the clock tells it from a store that failed.
+            Err(_) if start.elapsed() >= timeout.mul_f64(0.9) => return Ok(None),
+            Err(error) => return Err(error),
+        }
+        bytes(&store.call_method1(intern!(py, "get"), (key,))?).map(Some)
+    }
+}
+
+fn bytes(value: &Bound<'_, PyAny>) -> PyResult<Vec<u8>> {
+    if let Ok(text) = value.extract::<String>() {
+        return Ok(text.into_bytes());
+    }
+    value.extract::<Vec<u8>>()
+}
+
+/// Where the ranks of a communicator meet.
+pub(crate) enum Meeting {
+    /// A single rank meets nobody.
+    None,
+    Url(String),
+    Store(Arc<Place>),
+}
+
+impl Meeting {
+    pub(crate) fn new(given: &Bound<'_, PyAny>) -> PyResult<Meeting> {
+        if let Ok(url) = given.cast::<PyString>() {
+            return Ok(Meeting::Url(url.to_str()?.to_owned()));
+        }
+        Ok(Meeting::Store(Arc::new(Place { store: Store::new(given)?, raised: Mutex::new(None) })))
+    }
+
+    pub(crate) fn place(
+        &self,
+        rank: usize,
+        world: usize,
+        timeout: Duration,
+    ) -> kvferry::Result<Option<Arc<dyn Rendezvous>>> {
+        Ok(match self {
+            Meeting::None => None,
+            Meeting::Url(url) => Some(rendezvous(url, rank, world, timeout)?),
+            Meeting::Store(place) => Some(place.clone()),
+        })
+    }
+
+    /// The exception that the store raised, if it did.
+    pub(crate) fn raised(&self) -> Option<PyErr> {
+        match self {
+            Meeting::Store(place) => place.raised.lock().unwrap_or_else(PoisonError::into_inner).take(),
+            _ => None,
+        }
+    }
+}
+
+/// A Python store as the library sees it.
+pub(crate) struct Place {
+    store: Store,
+    raised: Mutex<Option<PyErr>>,
+}
+
+impl Place {
+    fn failed(&self, key: &str, error: PyErr) -> SetupError {
+        let reason = error.to_string();
+        *self.raised.lock().unwrap_or_else(PoisonError::into_inner) = Some(error);
+        SetupError::Store { key: key.to_owned(), reason }
+    }
+}
+
+impl fmt::Debug for Place {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Place(Python)")
+    }
+}
+
+impl Rendezvous for Place {
+    fn set(&self, key: &str, value: &[u8]) -> Result<(), SetupError> {
+        self.store.put(key, value).map_err(|error| self.failed(key, error))
+    }
+
+    fn get(&self, key: &str, timeout: Duration) -> Result<Vec<u8>, SetupError> {
+        match self.store.wait_for(key, timeout) {
+            Ok(Some(value)) => Ok(value),
+            Ok(None) => {
+                Err(SetupError::RendezvousTimeout { key: key.to_owned(), waited: timeout, last: None })
+            }
+            Err(error) => Err(self.failed(key, error)),
+        }
+    }
+}

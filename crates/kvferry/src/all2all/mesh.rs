@@ -1,0 +1,541 @@
+//! The connections of a communicator: a socket for every pair of ranks, and the collective steps over them.
+
+use std::collections::VecDeque;
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, TryLockError};
+use std::time::{Duration, Instant};
+
+use kvferry_host::{ForkGuard, Interest, PeerSocket, ProcessWatch, Received, poll_fds};
+
+use super::join;
+use super::rendezvous::Rendezvous;
+use super::setup::SetupError;
+use super::watch::{DeathCause, Event};
+use super::wire::{self, MAX_GATHER, MAX_LABEL, Message, Notice, check_text, left};
+
+/// Messages of one peer that wait for their step. An honest peer is one step ahead; one that gives up and tries again
+/// while this rank does nothing adds one each time.
+const MAX_WAITING: usize = 256;
+/// Messages read from one peer before the others get their turn.
+const READS_PER_TURN: usize = 64;
+/// Events kept for a watch that has not started.
+const MAX_PENDING: usize = 1024;
+/// How soon a full socket is tried again.
+const RETRY: Duration = Duration::from_millis(2);
+
+/// A rank's part of a collective step.
+#[derive(Debug)]
+pub struct Part {
+    /// What it gave.
+    pub bytes: Vec<u8>,
+    /// The descriptor it gave, a copy of its own. Never there for this rank's part.
+    pub fd: Option<OwnedFd>,
+}
+
+/// Another rank, as connected.
+#[derive(Debug)]
+pub(crate) struct Peer {
+    pub(crate) socket: PeerSocket,
+    /// Absent for a rank of this process, and where the kernel has no pidfds: then the socket alone tells.
+    pub(crate) watch: Option<ProcessWatch>,
+    pub(crate) pid: u32,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Life {
+    Here,
+    Left,
+    Dead,
+}
+
+/// What a peer sent for a collective step.
+#[derive(Debug)]
+enum Word {
+    Part { label: String, part: Part },
+    Withdrawn { culprit: Option<usize>, reason: String },
+}
+
+#[derive(Debug)]
+struct PeerState {
+    life: Life,
+    waiting: VecDeque<(u64, Word)>,
+}
+
+#[derive(Debug)]
+struct State {
+    peers: Vec<PeerState>,
+    /// Events that a gather came across before anybody watched.
+    pending: Vec<Event>,
+}
+
+/// The connected ranks of a communicator. Shared by every thread of this rank; collective steps are taken one after
+/// another, in the same order on all ranks.
+#[derive(Debug)]
+pub struct Mesh {
+    rank: usize,
+    name: String,
+    timeout: Duration,
+    nonce: u64,
+    /// By rank; `None` is this one.
+    peers: Vec<Option<Peer>>,
+    state: Mutex<State>,
+    /// Told whenever `state` changes, and when a watch ends.
+    news: Condvar,
+    /// Number of the next collective step; held during one.
+    turn: Mutex<u64>,
+    /// Held by whoever reads the sockets: the watch, or without one the thread in a collective step.
+    reading: Mutex<()>,
+    pub(super) watched: AtomicBool,
+    fork: ForkGuard,
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Mesh {
+    /// Connects this rank to all others, which call this too with the same `world` and `name`. Returns when every rank
+    /// is connected to every other one, or raises on all of them.
+    ///
+    /// `name` separates communicators that meet at one rendezvous; one name may be used again when the ranks have
+    /// joined or given up.
+    ///
+    /// # Errors
+    /// A rank or world out of range, ranks that do not come, contradict or fail, a refusing system. Every error about a
+    /// rank names it.
+    pub fn join(
+        rank: usize,
+        world: usize,
+        store: &dyn Rendezvous,
+        name: &str,
+        timeout: Duration,
+    ) -> Result<Arc<Mesh>, SetupError> {
+        let start = Instant::now();
+        let peers = join::connect(rank, world, store, name, timeout)?;
+        let mut mesh = Mesh::new(rank, name, timeout, peers);
+        let own = kvferry_host::random_bytes::<8>().map_err(SetupError::io("random bytes"))?;
+        // To get here is to agree; a rank that failed withdraws from this step.
+        let parts = mesh.gather("join", &own, left(start, timeout))?;
+        let first = parts.first().and_then(|bytes| bytes.as_slice().try_into().ok());
+        mesh.nonce = u64::from_le_bytes(first.ok_or_else(|| SetupError::Disagree {
+            rank: 0,
+            reason: "its part of the set-up is malformed".to_owned(),
+        })?);
+        Ok(Arc::new(mesh))
+    }
+
+    fn new(rank: usize, name: &str, timeout: Duration, peers: Vec<Option<Peer>>) -> Mesh {
+        let state = peers
+            .iter()
+            .map(|_| PeerState { life: Life::Here, waiting: VecDeque::new() })
+            .collect::<Vec<_>>();
+        Mesh {
+            rank,
+            name: name.to_owned(),
+            timeout,
+            nonce: 0,
+            peers,
+            state: Mutex::new(State { peers: state, pending: Vec::new() }),
+            news: Condvar::new(),
+            turn: Mutex::new(0),
+            reading: Mutex::new(()),
+            watched: AtomicBool::new(false),
+            fork: ForkGuard::new(),
+        }
+    }
+
+    /// This rank.
+    pub fn rank(&self) -> usize {
+        self.rank
+    }
+
+    /// Number of ranks.
+    pub fn world(&self) -> usize {
+        self.peers.len()
+    }
+
+    /// Name of the communicator.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// A random number that all ranks of this mesh share and no other mesh has.
+    pub fn nonce(&self) -> u64 {
+        self.nonce
+    }
+
+    /// Process id of a rank, as this process sees it; 0 if it cannot.
+    pub fn pid(&self, rank: usize) -> u32 {
+        if rank == self.rank {
+            return std::process::id();
+        }
+        self.peers.get(rank).and_then(Option::as_ref).map_or(0, |peer| peer.pid)
+    }
+
+    /// Whether a rank lives in this process.
+    pub fn same_process(&self, rank: usize) -> bool {
+        self.pid(rank) == std::process::id()
+    }
+
+    /// Whether a rank has neither said goodbye nor died, as far as this rank has heard. True for itself; false in a
+    /// forked child.
+    pub fn is_here(&self, rank: usize) -> bool {
+        // A lock may be held for ever in a child.
+        self.fork.check().is_ok()
+            && lock(&self.state).peers.get(rank).is_some_and(|peer| peer.life == Life::Here)
+    }
+
+    /// Every rank gets every rank's bytes, in rank order. All ranks must call it with the same `what`, which is at most
+    /// [`MAX_LABEL`] bytes long; their bytes may differ in length, up to [`MAX_GATHER`].
+    ///
+    /// A rank that fails withdraws, so that the others fail too instead of waiting, and all are then at the same step
+    /// again. Death of a rank ends the wait at once, even if its bytes have come.
+    ///
+    /// # Errors
+    /// [`GatherTimeout`](SetupError::GatherTimeout) naming those who did not call, [`PeerDied`](SetupError::PeerDied),
+    /// [`PeerLeft`](SetupError::PeerLeft), [`Withdrawn`](SetupError::Withdrawn), [`Diverged`](SetupError::Diverged),
+    /// [`TooLarge`](SetupError::TooLarge).
+    pub fn gather(&self, what: &str, mine: &[u8], timeout: Duration) -> Result<Vec<Vec<u8>>, SetupError> {
+        Ok(self.swap(what, mine, None, timeout)?.into_iter().map(|part| part.bytes).collect())
+    }
+
+    /// As [`gather`](Self::gather), with a descriptor: every other rank gets a copy of it.
+    ///
+    /// # Errors
+    /// As [`gather`](Self::gather).
+    pub fn swap(
+        &self,
+        what: &str,
+        mine: &[u8],
+        fd: Option<BorrowedFd<'_>>,
+        timeout: Duration,
+    ) -> Result<Vec<Part>, SetupError> {
+        self.fork.check()?;
+        check_text("the name of a collective step", what, MAX_LABEL)?;
+        let mut turn = lock(&self.turn);
+        let sequence = *turn;
+        *turn += 1;
+        let result = if mine.len() > MAX_GATHER {
+            Err(SetupError::TooLarge { what: what.to_owned(), value: mine.len(), limit: MAX_GATHER })
+        } else {
+            self.step(sequence, what, mine, fd, timeout)
+        };
+        if let Err(error) = &result {
+            self.send_to_all(&withdrawal(sequence, error));
+        }
+        result
+    }
+
+    /// Every other rank gets a copy of `mine`, and this rank one of each of theirs, by rank; `None` at its own.
+    ///
+    /// # Errors
+    /// As [`gather`](Self::gather).
+    pub fn exchange_fds(
+        &self,
+        mine: BorrowedFd<'_>,
+        timeout: Duration,
+    ) -> Result<Vec<Option<OwnedFd>>, SetupError> {
+        let parts = self.swap("descriptors", &[], Some(mine), timeout)?;
+        if let Some(rank) = (0..self.world()).find(|&rank| rank != self.rank && parts[rank].fd.is_none()) {
+            return Err(SetupError::Disagree { rank, reason: "it sent no descriptor".to_owned() });
+        }
+        Ok(parts.into_iter().map(|part| part.fd).collect())
+    }
+
+    /// All ranks pass a step, or all raise: the ranks that failed their own error, the others what the lowest of those
+    /// said. The timeout is the one of [`join`](Self::join).
+    ///
+    /// # Errors
+    /// This rank's own, [`Disagree`](SetupError::Disagree) with another's, or as [`gather`](Self::gather).
+    pub fn agree(&self, what: &str, outcome: crate::Result<()>) -> crate::Result<()> {
+        let mine = match &outcome {
+            Ok(()) => vec![0],
+            Err(error) => [&[1], cut(&error.to_string()).as_bytes()].concat(),
+        };
+        let parts = self.gather(what, &mine, self.timeout);
+        outcome?;
+        for (rank, part) in parts?.iter().enumerate() {
+            match part.as_slice() {
+                [0] => {}
+                [_, reason @ ..] => {
+                    let reason = String::from_utf8_lossy(reason).into_owned();
+                    return Err(SetupError::Disagree { rank, reason }.into());
+                }
+                [] => return Err(SetupError::Disagree { rank, reason: "it sent nothing".to_owned() }.into()),
+            }
+        }
+        Ok(())
+    }
+
+    /// Tells all ranks that are here, as far as their sockets have room. Never waits.
+    pub fn tell(&self, notice: Notice) {
+        if self.fork.check().is_ok() {
+            self.send_to_all(&Message::Notice(notice));
+        }
+    }
+
+    fn send_to_all(&self, message: &Message) {
+        let frame = message.encode();
+        for rank in self.here() {
+            if let Some(peer) = &self.peers[rank]
+                && let Err(error) = peer.socket.try_send(&frame, &[])
+            {
+                tracing::debug!(rank, %error, ?message, "could not tell a rank");
+            }
+        }
+    }
+
+    /// The other ranks that are here.
+    fn here(&self) -> Vec<usize> {
+        let state = lock(&self.state);
+        (0..self.world()).filter(|&rank| rank != self.rank && state.peers[rank].life == Life::Here).collect()
+    }
+
+    fn step(
+        &self,
+        sequence: u64,
+        what: &str,
+        mine: &[u8],
+        fd: Option<BorrowedFd<'_>>,
+        timeout: Duration,
+    ) -> Result<Vec<Part>, SetupError> {
+        let start = Instant::now();
+        let frame = wire::part(sequence, what, mine);
+        let mut unsent = self.here();
+        loop {
+            unsent.retain(|&rank| {
+                let Some(peer) = &self.peers[rank] else { return false };
+                let sent = peer.socket.try_send(&frame, fd.as_slice());
+                // Any other failure is the peer's end, which reading it tells in its order.
+                matches!(sent, Err(error) if error.kind() == io::ErrorKind::WouldBlock)
+            });
+            let mut state = lock(&self.state);
+            let missing = self.missing(&state, sequence, what)?;
+            if missing.is_empty() && unsent.is_empty() {
+                return Ok(self.take(&mut state, sequence, mine));
+            }
+            let left = left(start, timeout);
+            if left.is_zero() {
+                let missing = if missing.is_empty() { unsent } else { missing };
+                return Err(SetupError::GatherTimeout { what: what.to_owned(), missing, waited: timeout });
+            }
+            let nap = if unsent.is_empty() { left } else { left.min(RETRY) };
+            if self.watched.load(Ordering::Acquire) {
+                // Checked under the lock that the watch takes before it tells, so no news is lost.
+                drop(self.news.wait_timeout(state, nap).unwrap_or_else(PoisonError::into_inner));
+            } else {
+                drop(state);
+                self.read_unwatched(nap)?;
+            }
+        }
+    }
+
+    /// The ranks whose part has not come, or why waiting for them is in vain.
+    fn missing(&self, state: &State, sequence: u64, what: &str) -> Result<Vec<usize>, SetupError> {
+        let mut missing = Vec::new();
+        let mut lost = None;
+        for (rank, peer) in state.peers.iter().enumerate().filter(|&(rank, _)| rank != self.rank) {
+            let died = || SetupError::PeerDied { rank, pid: self.pid(rank), what: what.to_owned() };
+            match peer.waiting.iter().find(|(number, _)| *number == sequence) {
+                Some((_, Word::Part { label, .. })) if label != what => {
+                    return Err(SetupError::Diverged { rank, mine: what.to_owned(), theirs: label.clone() });
+                }
+                Some((_, Word::Part { .. })) => {
+                    if peer.life == Life::Dead {
+                        lost.get_or_insert_with(died);
+                    }
+                }
+                Some((_, Word::Withdrawn { culprit, reason })) => {
+                    return Err(match *culprit {
+                        Some(rank) if rank != self.rank && rank < self.world() => {
+                            SetupError::PeerDied { rank, pid: self.pid(rank), what: what.to_owned() }
+                        }
+                        _ => SetupError::Withdrawn { rank, what: what.to_owned(), reason: reason.clone() },
+                    });
+                }
+                None if peer.life == Life::Dead => return Err(died()),
+                None if peer.life == Life::Left => {
+                    return Err(SetupError::PeerLeft { rank, what: what.to_owned() });
+                }
+                None => missing.push(rank),
+            }
+        }
+        // With all parts here a death is the next step's trouble.
+        match lost {
+            Some(lost) if !missing.is_empty() => Err(lost),
+            _ => Ok(missing),
+        }
+    }
+
+    /// Takes the parts of a step that has all of them, and drops what is left of earlier steps.
+    fn take(&self, state: &mut State, sequence: u64, mine: &[u8]) -> Vec<Part> {
+        let own = || Part { bytes: mine.to_vec(), fd: None };
+        let mut parts: Vec<Part> = Vec::with_capacity(self.world());
+        for peer in &mut state.peers {
+            let mut part = None;
+            peer.waiting.retain_mut(|(number, word)| {
+                if let (Word::Part { part: found, .. }, true) = (&mut *word, *number == sequence) {
+                    part = Some(Part { bytes: std::mem::take(&mut found.bytes), fd: found.fd.take() });
+                }
+                *number > sequence
+            });
+            parts.push(part.unwrap_or_else(own));
+        }
+        parts
+    }
+
+    /// Reads the sockets while nobody else does, for at most `nap`.
+    fn read_unwatched(&self, nap: Duration) -> Result<(), SetupError> {
+        let _reading = match self.reading.try_lock() {
+            Ok(reading) => reading,
+            Err(TryLockError::Poisoned(reading)) => reading.into_inner(),
+            // A watch has just begun or is about to end.
+            Err(TryLockError::WouldBlock) => {
+                std::thread::sleep(nap.min(RETRY));
+                return Ok(());
+            }
+        };
+        let events = self.read(None, Some(nap)).map_err(SetupError::io("waiting for other ranks"))?;
+        let mut state = lock(&self.state);
+        let room = MAX_PENDING.saturating_sub(state.pending.len());
+        state.pending.extend(events.into_iter().take(room));
+        Ok(())
+    }
+
+    /// For the watch: events from before it began, else reads until `wake` rings or something happened.
+    pub(super) fn read_watched(&self, wake: BorrowedFd<'_>) -> io::Result<Vec<Event>> {
+        let _reading = lock(&self.reading);
+        let pending = std::mem::take(&mut lock(&self.state).pending);
+        if pending.is_empty() { self.read(Some(wake), None) } else { Ok(pending) }
+    }
+
+    /// For the watch: from now on collective steps read for themselves.
+    pub(super) fn unwatched(&self) {
+        // Under the lock, so that a step about to wait sees it.
+        let _state = lock(&self.state);
+        self.watched.store(false, Ordering::Release);
+        self.news.notify_all();
+    }
+
+    /// Waits for any peer (or `wake`), then files every message that is there.
+    fn read(&self, wake: Option<BorrowedFd<'_>>, timeout: Option<Duration>) -> io::Result<Vec<Event>> {
+        let here = self.here();
+        let mut fds = Vec::with_capacity(2 * here.len() + 1);
+        // (rank, whether this is the descriptor of its process)
+        let mut whose = Vec::with_capacity(fds.capacity());
+        for rank in here {
+            let Some(peer) = &self.peers[rank] else { continue };
+            fds.push((peer.socket.as_fd(), Interest::Read));
+            whose.push((rank, false));
+            if let Some(watch) = &peer.watch {
+                fds.push((watch.as_fd(), Interest::Read));
+                whose.push((rank, true));
+            }
+        }
+        fds.extend(wake.map(|wake| (wake, Interest::Read)));
+        let found = poll_fds(&fds, timeout)?;
+        let mut events = Vec::new();
+        for (&(rank, exited), _) in whose.iter().zip(&found).filter(|(_, found)| found.readable) {
+            self.read_peer(rank, exited, &mut events);
+        }
+        Ok(events)
+    }
+
+    /// Files what a peer sent. What it sent before its end is read first: a goodbye makes the end no death.
+    fn read_peer(&self, rank: usize, exited: bool, events: &mut Vec<Event>) {
+        let Some(peer) = &self.peers[rank] else { return };
+        // After its end no more can come than its socket held.
+        let reads = if exited { MAX_WAITING * READS_PER_TURN } else { READS_PER_TURN };
+        for _ in 0..reads {
+            if !self.is_here(rank) {
+                return;
+            }
+            let cause = match peer.socket.try_recv() {
+                Ok(Received::Message(bytes, fds)) => match self.file(rank, &bytes, fds) {
+                    Ok(event) => {
+                        events.extend(event);
+                        continue;
+                    }
+                    Err(why) => {
+                        tracing::warn!(rank, pid = peer.pid, %why, "a rank broke the protocol");
+                        DeathCause::Garbled
+                    }
+                },
+                Ok(Received::Nothing) if exited => DeathCause::Exited,
+                Ok(Received::Nothing) => return,
+                Ok(Received::HungUp) => DeathCause::HungUp,
+                Err(error) => {
+                    tracing::warn!(rank, pid = peer.pid, %error, "cannot read from a rank");
+                    DeathCause::Garbled
+                }
+            };
+            self.end(rank, Life::Dead);
+            events.push(Event::Death { peer: rank, pid: peer.pid, how: cause });
+            return;
+        }
+    }
+
+    fn file(&self, rank: usize, bytes: &[u8], fds: Vec<OwnedFd>) -> Result<Option<Event>, String> {
+        match Message::decode(bytes).map_err(|error| error.to_string())? {
+            Message::Part { sequence, label, payload } => {
+                let part = Part { bytes: payload, fd: fds.into_iter().next() };
+                self.hold(rank, sequence, Word::Part { label, part })
+            }
+            Message::Withdraw { sequence, culprit, reason } => {
+                let culprit = culprit.map(|rank| rank as usize);
+                self.hold(rank, sequence, Word::Withdrawn { culprit, reason })
+            }
+            Message::Notice(Notice::Abort { kind, peer, epoch }) => {
+                Ok(Some(Event::Abort { from: rank, kind, peer, epoch }))
+            }
+            Message::Notice(Notice::Bye) => {
+                self.end(rank, Life::Left);
+                Ok(Some(Event::Bye { peer: rank }))
+            }
+            Message::Hello(_) | Message::Welcome | Message::Refuse { .. } => {
+                Err("a greeting after the greeting".to_owned())
+            }
+        }
+    }
+
+    /// Keeps a peer's word for a step; a later word for the same step replaces an earlier one.
+    fn hold(&self, rank: usize, sequence: u64, word: Word) -> Result<Option<Event>, String> {
+        let mut state = lock(&self.state);
+        let waiting = &mut state.peers[rank].waiting;
+        waiting.retain(|(number, _)| *number != sequence);
+        if waiting.len() >= MAX_WAITING {
+            return Err(format!("{MAX_WAITING} messages wait for steps that this rank has not taken"));
+        }
+        waiting.push_back((sequence, word));
+        self.news.notify_all();
+        Ok(None)
+    }
+
+    fn end(&self, rank: usize, life: Life) {
+        lock(&self.state).peers[rank].life = life;
+        self.news.notify_all();
+    }
+}
+
+/// What a rank tells the others when it fails in a step.
+fn withdrawal(sequence: u64, error: &SetupError) -> Message {
+    let culprit = match error {
+        SetupError::PeerDied { rank, .. } => Some(*rank as u32),
+        _ => None,
+    };
+    Message::Withdraw { sequence, culprit, reason: cut(&error.to_string()) }
+}
+
+/// Step 0 is the one that ends set-up: a rank that fails before tells those it is connected to.
+pub(super) fn withdraw_from_join(socket: &PeerSocket, error: &SetupError) {
+    if let Err(error) = socket.try_send(&withdrawal(0, error).encode(), &[]) {
+        tracing::debug!(%error, "could not tell a rank why set-up failed");
+    }
+}
+
+/// A reason short enough to send to 63 ranks.
+fn cut(text: &str) -> String {
+    text.chars().take(512).collect()
+}
