@@ -1,34 +1,37 @@
 """A stand-in for kf.All2All over files, for tests of the bench: slow, but right, and with the same errors.
 
-Run as `python fake_all2all.py FOLDER RANK [ROLE]` it is a worker of the bench whose kvferry has it. What `FAKE_FAULT`
-names goes wrong: "bytes" in every result of rank 1, "raise" in every call of rank 0, "hang" in rank 1's third.
+Run as `python fake_all2all.py FOLDER RANK [ROLE]` it is a worker of the bench whose kvferry has it. What
+`FAKE_FAULT` names goes wrong: "bytes" in every result of rank 1, "raise" in every call of rank 0, "hang" in
+rank 1's third.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
 import kvferry as kf
 
 
-class PeerTimeout(kf.Error, TimeoutError):
+class PeerTimeout(kf.Error, TimeoutError):  # noqa: N818 - kvferry's name
     pass
 
 
-class PeerDied(kf.Error, ConnectionError):
+class PeerDied(kf.Error, ConnectionError):  # noqa: N818 - kvferry's name
     pass
 
 
 def equal(count: int, world: int) -> list[range]:
     least, more = divmod(count, world)
     starts = [rank * least + min(rank, more) for rank in range(world + 1)]
-    return [range(first, last) for first, last in zip(starts, starts[1:], strict=False)]
+    return [range(first, last) for first, last in pairwise(starts)]
 
 
 class All2All:
@@ -41,7 +44,7 @@ class All2All:
         self._write("pid", np.array(os.getpid()))
         self._pids = [int(self._read("pid", peer)) for peer in range(world)]
 
-    def __enter__(self) -> All2All:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -122,13 +125,11 @@ class All2All:
 
 
 def _torch() -> Any:
-    import torch
-
-    return torch
+    return importlib.import_module("torch")
 
 
 if __name__ == "__main__":
-    kf.All2All = All2All  # type: ignore[attr-defined]
+    vars(kf)["All2All"] = All2All
     from kvferry.bench.all2all import worker
 
     code = worker.main(sys.argv[1:])

@@ -1,7 +1,7 @@
 """The bench's GPU worker without a GPU: torch's CPU tensors, memory that peers map as files, kernels by g++.
 
-Run as `python fake_all2all_gpu.py FOLDER RANK [ROLE]`. What it is for: every line of the worker that only a GPU
-would reach, the bench's own kernels among them. A CUDA graph is what its capture did; its replays do nothing.
+Run as `python fake_all2all_gpu.py FOLDER RANK [ROLE]`. It is for every line of the worker that only a GPU
+would reach, the bench's own kernels among them. A CUDA graph is what its capture did; replays do nothing.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import contextlib
 import ctypes
 import mmap
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -21,65 +20,10 @@ from typing import Any
 import fake_all2all
 import torch
 import torch.distributed
+from fake_all2all_kernels import SIGNATURES, Kind, compiled
 
 import kvferry as kf
 from kvferry.bench.all2all import device, extra, kernels, recovery
-
-PRELUDE = r"""
-#include <atomic>
-#include <cstdint>
-#include <cstring>
-#include <ctime>
-typedef unsigned long long u64;
-struct Dim { unsigned x; };
-static Dim threadIdx, blockIdx, blockDim, gridDim;
-#define __device__ static
-#define __global__
-#define __forceinline__ inline
-#define __launch_bounds__(x)
-#define __syncthreads()
-#define __threadfence_system() std::atomic_thread_fence(std::memory_order_seq_cst)
-static u64 now_ns() { timespec t; clock_gettime(CLOCK_MONOTONIC, &t); return t.tv_sec * 1000000000ull + t.tv_nsec; }
-static unsigned load_acquire(const unsigned* word) { return __atomic_load_n(word, __ATOMIC_ACQUIRE); }
-static void add_release(unsigned* word) { __atomic_fetch_add(word, 1u, __ATOMIC_RELEASE); }
-static void copy_word(char* to, const char* from) {
-  if ((uintptr_t)to % 16 || (uintptr_t)from % 16) __builtin_trap();
-  memcpy(to, from, 16);
-}
-static void atomicOr(unsigned* word, unsigned v) { __atomic_fetch_or(word, v, __ATOMIC_RELAXED); }
-static void atomicAdd_system(unsigned* word, unsigned v) { __atomic_fetch_add(word, v, __ATOMIC_SEQ_CST); }
-static void atomicSub_system(unsigned* word, unsigned v) { __atomic_fetch_sub(word, v, __ATOMIC_SEQ_CST); }
-"""
-# The last CTA and the last thread first: the first of both is the one that waits, with all others behind it.
-LAUNCH = r"""
-template <class F> static void each(unsigned grid, unsigned block, F f) {
-  gridDim.x = grid; blockDim.x = block;
-  for (unsigned b = grid; b--;) for (unsigned t = block; t--;) { blockIdx.x = b; threadIdx.x = t; f(); }
-}
-extern "C" void run_spin(unsigned g, unsigned b, u64 ns) { each(g, b, [&] { spin(ns); }); }
-extern "C" void run_meet(unsigned g, unsigned b, const u64* a, int w, int r, unsigned e, u64 n) {
-  each(g, b, [&] { meet(a, w, r, e, n); });
-}
-extern "C" void run_exchange(unsigned g, unsigned b, const char* x, const u64* a, int w, int r, int batch,
-                             long long rows, long long first, long long total, int row, u64 n) {
-  each(g, b, [&] { exchange(x, a, w, r, batch, rows, first, total, row, n); });
-}
-"""
-_U64, _I32, _U32, _I64 = ctypes.c_uint64, ctypes.c_int32, ctypes.c_uint32, ctypes.c_int64
-SIGNATURES = {
-    "spin": [_U64],
-    "meet": [_U64, _I32, _I32, _U32, _U64],
-    "exchange": [_U64, _U64, _I32, _I32, _I32, _I64, _I64, _I64, _I32, _U64],
-}
-
-
-def compiled(folder: Path) -> Any:
-    """The kernels as host code."""
-    source, library = folder / "kernels.cpp", folder / "kernels.so"
-    source.write_text(PRELUDE + kernels.BODY + LAUNCH)
-    command = ["g++", "-std=c++17", "-O1", "-shared", "-fPIC", "-w", "-o", str(library), str(source)]
-    subprocess.run(command, check=True)
-    return ctypes.CDLL(str(library))
 
 
 class Runtime:
@@ -128,14 +72,11 @@ class Module:
             self._library = compiled(Path(folder))
 
     def get_function(self, name: str) -> Any:
-        function = getattr(self._library, f"run_{name}")
-        kinds = SIGNATURES[name]
-        function.argtypes, function.restype = [_U32, _U32, *kinds], None
-        widths = {_U64: "uint64", _I32: "int32", _U32: "uint32", _I64: "int64"}
+        function, kinds = getattr(self._library, f"run_{name}"), SIGNATURES[name]
 
         def launch(grid: tuple[int], block: tuple[int], arguments: tuple[Any, ...]) -> None:
             # A launch takes bytes: a type that is not the kernel's would shift all that follows.
-            assert [value.dtype.name for value in arguments] == [widths[kind] for kind in kinds]
+            assert [value.dtype.name for value in arguments] == [Kind[kind] for kind in kinds]
             function(*grid, *block, *(int(value) for value in arguments))
 
         return launch
@@ -191,7 +132,7 @@ def install(folder: Path) -> None:
         nccl=types.SimpleNamespace(version=lambda: (0, 0, 0)),
     )
     torch.cuda = cuda
-    device.NAME = recovery.NAME = "cpu"
+    device.NAME = vars(recovery)["NAME"] = "cpu"
     extra.SIDE = 64
     group = torch.distributed.init_process_group
 
@@ -217,7 +158,7 @@ def install(folder: Path) -> None:
     )
     cupy.RawModule = Module
     sys.modules["cupy"] = cupy
-    kf.All2All = fake_all2all.All2All  # type: ignore[attr-defined]
+    vars(kf)["All2All"] = fake_all2all.All2All
 
 
 if __name__ == "__main__":

@@ -153,7 +153,7 @@ def _shapes(results: Results, options: Options) -> Iterator[Bar]:
         if found is None or found is long_twin:
             continue
         other = long_twin if found.task.cell.wire > 1.5 * plan.TWIN * 16 * 256 else twin
-        case = f"{found.task.cell.name}, bytes/s of 32x128 even of as many bytes"
+        case = f"{found.task.name.partition(' ')[2]}, bytes/s of 32x128 even of as many bytes"
         bar = Bar(case, 0.95, at_least=True)
         mine, theirs = found.gb_per_s(*OWN), other.gb_per_s(*OWN) if other else None
         if mine is None or other is None or theirs is None:

@@ -18,7 +18,7 @@ GUARD = 0x5AA5C33C
 POISON = 0x6B6B6B6B
 _WORD = 4
 _ODD = 0x9E3779B1
-_NUMPY = {1: np.uint8, 2: np.uint16, 4: np.float32}
+_NUMPY = {1: np.uint8, 2: np.int16, 4: np.float32}
 
 
 class Torch:
@@ -46,8 +46,9 @@ class Torch:
         return words.view(getattr(self.torch, DTYPES[dtype][0]))
 
     def as_words(self, tensor: Any) -> Any:
-        """A result of any type as words."""
-        return tensor.view(self.torch.int32)
+        """A result of any type, of torch's or not, as words."""
+        own = tensor if self.torch.is_tensor(tensor) else self.torch.from_dlpack(tensor)
+        return own.view(self.torch.int32)
 
     def differing(self, first: Any, second: Any) -> int:
         """How many words differ."""
@@ -63,7 +64,7 @@ class Torch:
 
 
 class Numpy:
-    """NumPy. Elements of two bytes travel as uint16, of one as uint8."""
+    """NumPy. Elements of two bytes travel as int16, of one as uint8."""
 
     def index(self, part: range, step: int) -> Any:
         """Multiples of a step, kept to 32 bits."""

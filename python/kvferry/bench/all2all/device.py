@@ -124,7 +124,10 @@ class Gpu:
 
     def launch(self, kernel: str, grid: int, block: int, *arguments: Any) -> None:
         """A kernel on torch's current stream."""
-        with self._cupy.cuda.ExternalStream(self.stream):
+        # CuPy 14 has a second name for it and may drop the first.
+        older = getattr(self._cupy.cuda, "ExternalStream", None)
+        current = older(self.stream) if older else self._cupy.cuda.Stream.from_external(_Stream(self.stream))
+        with current:
             self._kernels[kernel]((grid,), (block,), arguments)
 
     def copy(self, target: int, source: int, nbytes: int) -> None:
@@ -217,6 +220,16 @@ class Gpu:
         self._epoch = 0
         self._meeting.gather("aligned")
         return found
+
+
+class _Stream:
+    """A stream by its address."""
+
+    def __init__(self, handle: int) -> None:
+        self._handle = handle
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self._handle
 
 
 class Host:

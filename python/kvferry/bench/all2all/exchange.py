@@ -119,7 +119,8 @@ class Exchanges:
 
     def _time(self, ground: Ground, contender: Contender, way: str, held: list[Any]) -> tuple[Times, str]:
         """Its times, and what is wrong with the results afterwards."""
-        device, owned = self._device, ours(way) and not way.endswith("out") and way != "copy"
+        device = self._device
+        owned = ours(way) and not way.endswith("out") and way not in ("copy", "in turn")
         if "graph" in way.split():
             with device.on():
                 contender.call()

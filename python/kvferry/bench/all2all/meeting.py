@@ -78,7 +78,10 @@ class Meeting:
         """Ends a step, however far one has come in it: the first fault of any rank, if there is one."""
         step = self._step
         self.set(f"end-{step}-{self.rank}", fault)
-        faults = [self.get(f"end-{step}-{rank}") for rank in range(self.world)]
+        try:
+            faults = [self.get(f"end-{step}-{rank}") for rank in range(self.world)]
+        except Stopped as stopped:
+            raise Stopped(f"{stopped}; here {fault}" if fault else str(stopped)) from None
         self._step, self._count = step + 1, 0
         # Who is at this step's end has read all of the one before.
         for path in self.folder.glob(f"*-{step - 1}-*{self.rank}.json"):

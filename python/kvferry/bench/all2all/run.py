@@ -67,6 +67,10 @@ def run(options: Options, listener: Listener, command: Sequence[str] = ()) -> Re
         if sick is not None:
             sick.kill()
         shutil.rmtree(root, ignore_errors=True)
+    made = results.measured.get("setup")
+    for row in made.rows.values() if made else ():
+        stats = row.ranks[0].values.get("stats", {})
+        results.facts |= {key: stats[key] for key in ("transport", "why") if key in stats}
     results.wrong += [f"recovery: {fault}" for fault in recovery.faults(results.recovery)]
     results.bars = bars.of(results, options)
     return results
@@ -85,9 +89,7 @@ def _with_deadline(options: Options, start: float) -> Options:
     return replace(options, deadline=start + max(options.budget - later, options.budget / 2))
 
 
-def _measure(
-    folder: Path, options: Options, results: Results, into: dict[str, Measured], how: _How
-) -> None:
+def _measure(folder: Path, options: Options, results: Results, into: dict[str, Measured], how: _How) -> None:
     listener, command = how
     tasks = plan.tasks(options)
     if not tasks:
@@ -141,7 +143,9 @@ def describe(options: Options) -> dict[str, Any]:
     facts: dict[str, Any] = {"date": time.strftime("%Y-%m-%d %H:%M"), "ranks": options.world}
     if options.device == "gpu":
         with contextlib.suppress(kf.CudaError):
-            facts["gpus"] = [f"{each['name']} ({each['uuid']}), {each['sm_count']} SMs" for each in kf.devices()]
+            facts["gpus"] = [
+                f"{each['name']} ({each['uuid']}), {each['sm_count']} SMs" for each in kf.devices()
+            ]
     facts |= {
         "device": options.device,
         "kvferry": info["version"],

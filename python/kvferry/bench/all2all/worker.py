@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
 import sys
 import time
 import traceback
@@ -22,6 +24,9 @@ if TYPE_CHECKING:
 
     from kvferry.bench.all2all.device import Device
     from kvferry.bench.all2all.plan import Task
+
+
+_PR_SET_PDEATHSIG = 1
 
 
 class Bench:
@@ -123,8 +128,17 @@ class Bench:
                 dist.destroy_process_group()
 
 
+def _tied_to_launcher() -> None:
+    """Ends with it, however it ends: a rank left over would keep its GPU busy."""
+    launcher = os.getppid()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != launcher:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
 def main(arguments: list[str]) -> int:
     """The rank's exit code."""
+    _tied_to_launcher()
     folder, rank = Path(arguments[0]), int(arguments[1])
     options = Options.load((folder / "options.json").read_text())
     role = arguments[2] if len(arguments) > 2 else "bench"
