@@ -280,13 +280,16 @@ def processes(world: int, body: Callable[..., Any], **arguments: Any) -> Ranks:
 
 
 def _shared_memory() -> set[str]:
-    return set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
+    names = os.listdir("/dev/shm") if os.path.isdir("/dev/shm") else []
+    return {name for name in names if "kvf" in name}
 
 
 def _sockets() -> set[str]:
-    """Names of bound Unix sockets of kvferry's."""
+    """Bound Unix sockets of kvferry's in this process. Those of others go with them."""
+    own = {target[len("socket:[") : -1] for target in _open() if target.startswith("socket:[")}
     with open("/proc/net/unix") as file:
-        return {line.split()[-1] for line in file if "kvferry" in line}
+        rows = [line.split() for line in file if "kvferry" in line]
+    return {row[-1] for row in rows if row[-2] in own}
 
 
 def _threads() -> list[str]:

@@ -53,19 +53,21 @@ struct Options<'a, 'py> {
     capacity_bytes: &'a Bound<'py, PyAny>,
     device: Option<&'a Bound<'py, PyAny>>,
     timeout: Timeout,
-    buffers: &'a Bound<'py, PyAny>,
+    setup_timeout: Timeout,
+    buffers: Option<&'a Bound<'py, PyAny>>,
     name: &'a str,
 }
 
 impl Options<'_, '_> {
     fn connect(self, py: Python<'_>, rank: usize, world: usize, meeting: Meeting) -> PyResult<All2All> {
         let capacity = whole("OptionError", "capacity_bytes", self.capacity_bytes, i64::MAX as u64)?;
-        let buffers = whole("OptionError", "buffers", self.buffers, 1 << 16)? as u32;
+        let buffers =
+            self.buffers.map_or(Ok(4), |given| whole("OptionError", "buffers", given, 1 << 16))? as u32;
         let device = match self.device.map(ordinal).transpose()?.flatten() {
             Some(ordinal) => ExchangeDevice::Gpu(ordinal),
             None => ExchangeDevice::Cpu,
         };
-        let timeout = self.timeout.duration();
+        let (timeout, patience) = (self.timeout.duration(), self.setup_timeout.duration());
         let name = self.name;
         let made = py.detach(|| {
             let mut builder = kvferry::all2all::All2All::builder(rank, world)
@@ -73,8 +75,9 @@ impl Options<'_, '_> {
                 .buffers(buffers)
                 .device(device)
                 .timeout(timeout)
+                .setup_timeout(patience)
                 .name(name);
-            if let Some(place) = meeting.place(rank, world, timeout)? {
+            if let Some(place) = meeting.place(rank, world, patience)? {
                 builder = builder.rendezvous(place);
             }
             builder.connect()
@@ -91,6 +94,7 @@ impl Options<'_, '_> {
 impl All2All {
     #[new]
     #[pyo3(signature = (rank, world_size, *, capacity_bytes, rendezvous=None, device=None, timeout=Timeout::SECONDS_60,
+                        setup_timeout=Timeout::SECONDS_60,
                         buffers=None, name=""))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments of a Python constructor")]
     fn new(
@@ -101,13 +105,12 @@ impl All2All {
         rendezvous: Option<&Bound<'_, PyAny>>,
         device: Option<&Bound<'_, PyAny>>,
         timeout: Timeout,
+        setup_timeout: Timeout,
         buffers: Option<&Bound<'_, PyAny>>,
         name: &str,
     ) -> PyResult<All2All> {
         let rank = whole("OptionError", "rank", rank, u32::MAX.into())? as usize;
         let world = whole("OptionError", "world_size", world_size, u32::MAX.into())? as usize;
-        let four = 4_u64.into_pyobject(py)?.into_any();
-        let buffers = buffers.unwrap_or(&four);
         let meeting = match rendezvous {
             Some(given) => Meeting::new(given)?,
             None if world == 1 => Meeting::None,
@@ -116,27 +119,28 @@ impl All2All {
                 return Err(plain(py, "OptionError", message));
             }
         };
-        Options { capacity_bytes, device, timeout, buffers, name }.connect(py, rank, world, meeting)
+        Options { capacity_bytes, device, timeout, setup_timeout, buffers, name }
+            .connect(py, rank, world, meeting)
     }
 
     /// The communicator of the ranks of a torch process group, which meet in its store.
     #[staticmethod]
-    #[pyo3(signature = (group=None, *, capacity_bytes, device=None, timeout=Timeout::SECONDS_60, buffers=None, name=""))]
+    #[pyo3(signature = (group=None, *, capacity_bytes, device=None, timeout=Timeout::SECONDS_60,
+                        setup_timeout=Timeout::SECONDS_60, buffers=None, name=""))]
     fn from_group(
         py: Python<'_>,
         group: Option<&Bound<'_, PyAny>>,
         capacity_bytes: &Bound<'_, PyAny>,
         device: Option<&Bound<'_, PyAny>>,
         timeout: Timeout,
+        setup_timeout: Timeout,
         buffers: Option<&Bound<'_, PyAny>>,
         name: &str,
     ) -> PyResult<All2All> {
         let found = group::members(py, group)?;
-        let four = 4_u64.into_pyobject(py)?.into_any();
-        let buffers = buffers.unwrap_or(&four);
         let device = device.or(found.device.as_ref());
         let meeting = Meeting::new(&found.store)?;
-        Options { capacity_bytes, device, timeout, buffers, name }.connect(
+        Options { capacity_bytes, device, timeout, setup_timeout, buffers, name }.connect(
             py,
             found.rank,
             found.world,

@@ -146,7 +146,7 @@ impl Torch {
         // the struct that is written.
         let status = unsafe { (table.from_object)(tensor.as_ptr().cast(), found.as_mut_ptr()) };
         if status != 0 {
-            return Err(raised(tensor.py()));
+            return Err(unreadable(tensor));
         }
         // SAFETY: a status of 0 says that the struct has been filled.
         Ok(Some(unsafe { found.assume_init() }))
@@ -171,6 +171,18 @@ impl Torch {
         // SAFETY: a new reference to a tensor object, or null with an exception set, as CPython functions return.
         unsafe { Bound::from_owned_ptr_or_err(py, object.cast()) }
     }
+}
+
+/// A tensor without memory to read: sparse, or of some subclass. The first line of what torch says of it.
+fn unreadable(tensor: &Bound<'_, PyAny>) -> PyErr {
+    let py = tensor.py();
+    let cause = raised(py);
+    let said = cause.value(py).to_string();
+    let message =
+        format!("torch does not lend this tensor's memory: {}", said.lines().next().unwrap_or_default());
+    let error = crate::errors::plain(py, "LayoutError", message);
+    error.set_cause(py, Some(cause));
+    error
 }
 
 /// The exception that a function of the table has set.

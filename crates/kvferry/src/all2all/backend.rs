@@ -39,6 +39,7 @@ pub(crate) struct Setup<'a> {
 
 /// One call.
 #[derive(Debug)]
+#[allow(dead_code, reason = "streams, engines and places known to all are for the CUDA backend")]
 pub(crate) struct Launch<'a> {
     /// Contract and pieces. Backends keep what they derive from it in [`Plan::derived`].
     pub(crate) plan: &'a Arc<Plan>,
@@ -108,6 +109,13 @@ pub(crate) trait Backend: Send + Sync + fmt::Debug {
     /// Posts headers with this verdict for the epoch that the call would have had. False if nothing was published (the
     /// stream is capturing): the communicator then stays usable.
     fn refuse(&self, op: ExchangeOp, refusal: Refusal, stream: Option<StreamHandle>) -> bool;
+
+    /// Whether a refusal ends the waits of peers that are in the call by its header alone, at once. If not, the
+    /// communicator tells them by message too, and their hosts may hear of it before they find out for themselves that
+    /// they refuse the call as well.
+    fn refusals_are_seen(&self) -> bool {
+        false
+    }
 
     /// Copies the results at `place` to `into`, ordered after the call that put them there.
     fn copy_out(

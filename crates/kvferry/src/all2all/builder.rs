@@ -19,6 +19,7 @@ use super::setup::SetupError;
 use super::state::Monitor;
 use super::stats::Counters;
 use super::watch::Watch;
+use super::wire::Notice;
 use crate::error::{Error, Result};
 
 /// What ranks of different builds must not mix: the words they share, and the meaning of calls.
@@ -131,21 +132,38 @@ impl All2AllBuilder {
         self.check_place()?;
         let nowhere = Nowhere;
         let mesh = match &self.rendezvous {
-            None if self.world > 1 => return Err(invalid("rendezvous", "given for more than one rank", "none")),
-            Some(rendezvous) => Mesh::join(self.rank, self.world, &**rendezvous, &self.name, self.setup_timeout)?,
+            None if self.world > 1 => {
+                return Err(invalid("rendezvous", "given for more than one rank", "none"));
+            }
+            Some(rendezvous) => {
+                Mesh::join(self.rank, self.world, &**rendezvous, &self.name, self.setup_timeout)?
+            }
             None => Mesh::join(self.rank, self.world, &nowhere, &self.name, self.setup_timeout)?,
         };
+        let connected = self.connect_over(&mesh);
+        if connected.is_err() {
+            // Ranks that are still reading the outcome of a stage shall not take this one's leaving for a death.
+            mesh.tell(Notice::Bye);
+        }
+        connected
+    }
+
+    fn connect_over(&self, mesh: &Arc<Mesh>) -> Result<All2All> {
         let fork = ForkGuard::new();
         let monitor = Arc::new(Monitor::new(self.rank, self.world));
         mesh.agree("arguments", self.check_arguments())?;
-        let nonce = self.compare(&mesh)?;
+        let (nonce, outcome) = match self.compare(mesh) {
+            Ok(nonce) => (nonce, Ok(())),
+            Err(error) => (0, Err(error)),
+        };
+        mesh.agree("terms agreed", outcome)?;
         let pool_bytes = pool_bytes(self.capacity, self.buffers).unwrap_or(0);
         let setup = Setup {
             rank: self.rank,
             world: self.world,
             name: &self.name,
             pool_bytes,
-            mesh: &mesh,
+            mesh,
             patience: self.setup_timeout,
             timeout: self.timeout,
         };
@@ -153,8 +171,8 @@ impl All2AllBuilder {
         let cpu = self.device == ExchangeDevice::Cpu;
         let pool = Arc::new(Pool::new(Arc::clone(&backend), self.capacity, self.buffers, cpu));
         backend.attach(&pool, &monitor);
-        monitor.arm(Arc::clone(&backend), Arc::clone(&mesh));
-        let watch = Watch::start(&mesh, {
+        monitor.arm(Arc::clone(&backend), Arc::clone(mesh));
+        let watch = Watch::start(mesh, {
             let monitor = Arc::clone(&monitor);
             move |event| monitor.event(event)
         });
@@ -188,7 +206,7 @@ impl All2AllBuilder {
                 counters: Counters::default(),
                 calls: Mutex::new(calls),
                 watch: Mutex::new(watch),
-                mesh,
+                mesh: Arc::clone(mesh),
             }),
         })
     }
@@ -234,20 +252,22 @@ impl All2AllBuilder {
 
     /// Finds out whether all ranks were built alike; the nonce of the session, which rank 0 drew.
     fn compare(&self, mesh: &Mesh) -> Result<u64> {
-        const NAMES: [&str; 5] = ["protocol version", "world size", "capacity_bytes", "buffers", "device kind"];
+        const NAMES: [&str; 5] =
+            ["protocol version", "world size", "capacity_bytes", "buffers", "device kind"];
         let kind = match self.device {
             ExchangeDevice::Cpu => 0,
             ExchangeDevice::Gpu(_) => 1,
         };
         let mine = [PROTOCOL, self.world as u64, self.capacity, self.buffers.into(), kind];
         let drawn = nonce()?;
-        let parts = mesh.gather("contract", &message(&[&mine[..], &[drawn]].concat()), self.setup_timeout)?;
+        let parts = mesh.gather("terms", &message(&[&mine[..], &[drawn]].concat()), self.setup_timeout)?;
         let said = |rank: usize, index: usize| parts.get(rank).and_then(|part| word(part, index));
         for rank in 0..parts.len() {
             for (index, name) in NAMES.iter().enumerate() {
                 let (theirs, first) = (said(rank, index), said(0, index));
                 if theirs != first || theirs.is_none() {
-                    let text = |value: Option<u64>| value.map_or("nothing".to_owned(), |value| value.to_string());
+                    let text =
+                        |value: Option<u64>| value.map_or("nothing".to_owned(), |value| value.to_string());
                     let reason = format!("its {name} is {}, that of rank 0 is {}", text(theirs), text(first));
                     return Err(SetupError::Disagree { rank, reason }.into());
                 }

@@ -9,8 +9,8 @@ use kvferry_layout::exchange::{HeadLayout, RESULT_ALIGN, TensorInput};
 use super::comm::{Calls, Shared};
 use super::error::{ExchangeFailure, When};
 
-use super::setup::SetupError;
 use super::result::{Output, OutputShared, ResultShape};
+use super::setup::SetupError;
 use super::stats::add;
 use super::wire::Notice;
 use crate::error::{Error, Result};
@@ -136,7 +136,8 @@ pub(super) fn reset(shared: &Shared) -> Result<()> {
 /// same sockets; those of the new one come after the second.
 fn reset_together(shared: &Shared, calls: &mut Calls) -> Result<()> {
     let quiet = shared.backend.quiesce();
-    let words = shared.mesh.gather("reset", &message(&[nonce()?, u64::from(quiet.is_ok())]), shared.patience)?;
+    let words =
+        shared.mesh.gather("reset", &message(&[nonce()?, u64::from(quiet.is_ok())]), shared.patience)?;
     quiet?;
     // From here on a failure leaves ranks in different sessions.
     calls.beyond_repair = true;

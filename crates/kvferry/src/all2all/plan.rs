@@ -138,9 +138,8 @@ impl PlanCache {
         (rank, world): (usize, usize),
     ) -> Result<Arc<Plan>, ExchangeError> {
         let quick = quick(op, arrays, options);
-        let found = self.plans.iter().position(|plan| {
-            plan.key.quick == quick && plan.key.is(op, arrays, options)
-        });
+        let found =
+            self.plans.iter().position(|plan| plan.key.quick == quick && plan.key.is(op, arrays, options));
         if let Some(index) = found {
             if index > 0
                 && let Some(plan) = self.plans.remove(index)
@@ -177,9 +176,11 @@ impl Fold {
 }
 
 fn quick(op: ExchangeOp, arrays: &[ExchangeArray], options: &CallOptions) -> u64 {
-    let mut fold = Fold(u64::from(op.code())).word(options.layout as u64).word(options.query_heads.unwrap_or(0));
+    let mut fold =
+        Fold(u64::from(op.code())).word(options.layout as u64).word(options.query_heads.unwrap_or(0));
     for array in arrays {
-        fold = fold.words(array.shape).words(array.strides.map(|stride| stride as u64)).word(array.dtype as u64);
+        fold =
+            fold.words(array.shape).words(array.strides.map(|stride| stride as u64)).word(array.dtype as u64);
     }
     for tokens in options.rank_tokens.iter().flatten() {
         fold = fold.words(tokens.iter().copied());
@@ -191,7 +192,8 @@ fn quick(op: ExchangeOp, arrays: &[ExchangeArray], options: &CallOptions) -> u64
 fn digest(contract: &Contract, key: &Key) -> [u64; 3] {
     let world = contract.world();
     let start = Fold(0x6B76_6665_7272_7921);
-    let mut called = start.word(key.op.code().into()).word(key.layout as u64).word(contract.num_tensors() as u64);
+    let mut called =
+        start.word(key.op.code().into()).word(key.layout as u64).word(contract.num_tensors() as u64);
     let (mut shapes, mut heads) = (start, start);
     for tensor in 0..contract.num_tensors() {
         called = called.word(contract.dtype(tensor) as u64);

@@ -88,13 +88,14 @@ impl Monitor {
         }
     }
 
-    /// Also refuses to begin a call that somebody will not take part in.
+    /// Begins a call. Refuses one that somebody will not take part in, unless the call itself finds that out, and with it
+    /// whatever the one that left may have said before.
     pub(crate) fn begin(&self, op: ExchangeOp) -> Result<Running<'_>> {
         self.check()?;
-        let left = self.left.load(Ordering::Acquire);
         self.running.store(op.code(), Ordering::Relaxed);
         let running = Running { monitor: self };
-        if left != 0 {
+        let left = self.left.load(Ordering::Acquire);
+        if left != 0 && self.backend.get().is_some_and(|backend| !backend.refusals_are_seen()) {
             return Err(self.closed_by(left.trailing_zeros() as usize).into());
         }
         Ok(running)
@@ -157,26 +158,24 @@ impl Monitor {
     pub(crate) fn fault(&self, fault: Fault) -> ExchangeFailure {
         let Fault { kind, peer, epoch, op } = fault;
         let when = When { epoch, op };
-        let mut refusal = None;
-        let failure = match kind {
+        let mismatch = |reason| ExchangeFailure::Mismatch { rank: peer, reason, when };
+        // Every rank that is in the call has seen the same headers, and the others will when they call.
+        let (failure, tell) = match kind {
+            FaultKind::Mismatch { reason } => (mismatch(reason), None),
+            FaultKind::Refused { code } => (mismatch(refusal_text(code)), None),
+            FaultKind::BadPlace { place } => {
+                (mismatch(format!("its landing place {place} lies outside its pool")), None)
+            }
             FaultKind::HeaderTimeout { waited } | FaultKind::ArrivalTimeout { waited } => {
-                ExchangeFailure::PeerTimeout { peer, waited, when }
+                (ExchangeFailure::PeerTimeout { peer, waited, when }, Some(None))
             }
-            FaultKind::Mismatch { reason } => ExchangeFailure::Mismatch { rank: peer, reason, when },
-            FaultKind::Refused { code } => {
-                refusal = Refusal::from_code(code);
-                ExchangeFailure::Mismatch { rank: peer, reason: refusal_text(code), when }
+            FaultKind::Failed { reason } => {
+                (ExchangeFailure::Failed { rank: peer, reason, when }, Some(None))
             }
-            FaultKind::BadPlace { place } => ExchangeFailure::Mismatch {
-                rank: peer,
-                reason: format!("its landing place {place} lies outside its pool"),
-                when,
-            },
             FaultKind::Aborted => return self.failure(),
             FaultKind::PeerLeft => return self.closed_by(peer),
-            FaultKind::Failed { reason } => ExchangeFailure::Failed { rank: peer, reason, when },
         };
-        self.fail(failure, Some(refusal))
+        self.fail(failure, tell)
     }
 
     fn closed_by(&self, peer: usize) -> ExchangeFailure {
@@ -203,7 +202,9 @@ impl Monitor {
             Event::Death { peer, pid, .. } => {
                 self.mark_gone(&self.dead, peer);
                 if !self.is_closed() {
-                    self.fail(ExchangeFailure::PeerDied { peer, pid, when: self.when() }, None);
+                    // Told to the others, though each sees it for itself: what this rank does next, closing for one, may
+                    // reach them before a process that is still ending does.
+                    self.fail(ExchangeFailure::PeerDied { peer, pid, when: self.when() }, Some(None));
                 }
             }
         }

@@ -110,7 +110,12 @@ impl Ready {
                 *to = Loop { count: from.count, src_stride: from.src_stride, dst_stride };
             }
             let nest = nest(piece.run_bytes, loops.get(..piece.loops.len()).unwrap_or_default())?;
-            Ok(ReadyPiece { tensor: piece.tensor, src_offset: piece.src_offset, dst_offset: piece.dst_offset, nest })
+            Ok(ReadyPiece {
+                tensor: piece.tensor,
+                src_offset: piece.src_offset,
+                dst_offset: piece.dst_offset,
+                nest,
+            })
         };
         let pieces = plan.pieces.iter().map(|list| list.iter().map(ready).collect::<Result<Vec<_>>>());
         let pieces = pieces.collect::<Result<Vec<_>>>()?;
@@ -164,6 +169,10 @@ impl Backend for CpuBackend {
         if !std::mem::replace(&mut local.poisoned, true) {
             self.post_refusal(local.epoch + 1, refusal);
         }
+        true
+    }
+
+    fn refusals_are_seen(&self) -> bool {
         true
     }
 
@@ -265,10 +274,7 @@ fn copy_of(shape: &ResultShape, array: &ExchangeArray) -> Result<CopyNest> {
 
 /// Shared by the constructor and its tests.
 fn transport() -> Transport {
-    Transport {
-        name: "shared memory",
-        why: "the ranks compute on the CPU of one host".to_owned(),
-    }
+    Transport { name: "shared memory", why: "the ranks compute on the CPU of one host".to_owned() }
 }
 
 const _: fn(Arc<CpuBackend>) -> Arc<dyn Backend> = |backend| backend;

@@ -149,20 +149,29 @@ impl CpuBackend {
         Ok(())
     }
 
-    /// Waits for the headers of all ranks, and gives them with the own one in its place.
+    /// Waits for the headers of all ranks, and gives them with the own one in its place. A refusal ends the wait before
+    /// all are there: with it nobody pushes, whatever the others say.
     fn headers(&self, epoch: u64, mine: Header) -> std::result::Result<[Header; MAX_RANKS], Failed> {
         let words = &self.own.words;
+        let here = |rank: usize| words.load(cell_index(epoch, rank) + cell::EPOCH) >= epoch;
+        let verdict = |rank: usize| words.load_relaxed(cell_index(epoch, rank) + cell::VERDICT);
+        let mut refused = None;
         let mut next = 0;
         let missing = || {
-            while next < self.world {
-                if next != self.rank && words.load(cell_index(epoch, next) + cell::EPOCH) < epoch {
-                    return Some(next);
-                }
+            while next < self.world && (next == self.rank || here(next)) {
                 next += 1;
             }
-            None
+            if next == self.world {
+                return None;
+            }
+            let others = (0..self.world).filter(|&rank| rank != self.rank);
+            refused = others.filter(|&rank| here(rank)).find(|&rank| verdict(rank) != 0);
+            if refused.is_some() { None } else { Some(next) }
         };
         self.wait().until(missing, |waited| FaultKind::HeaderTimeout { waited })?;
+        if let Some(peer) = refused {
+            return Err((peer, FaultKind::Refused { code: verdict(peer) }));
+        }
         let mut headers = [mine; MAX_RANKS];
         for (rank, header) in headers.iter_mut().enumerate().take(self.world) {
             if rank != self.rank {
