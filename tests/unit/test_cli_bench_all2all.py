@@ -465,9 +465,20 @@ def test_a_hung_worker_is_ended_with_its_children(tmp_path: Path) -> None:
     assert running.wait(start + 0.5) == "out of time" and time.monotonic() - start < 10
     assert "rank 1: begun" in running.log()
     for rank in (0, 1):
-        child = int((running.folder / f"child-{rank}").read_text())
-        stat = Path(f"/proc/{child}/stat")
-        assert not stat.exists() or stat.read_text().rsplit(")", 1)[1].split()[0] in "ZX"
+        assert gone(int((running.folder / f"child-{rank}").read_text()))
+
+
+def gone(pid: int) -> bool:
+    """Whether a process has ended, or does within seconds: a signal needs the processor to arrive."""
+    stat, end = Path(f"/proc/{pid}/stat"), time.monotonic() + 20
+    while time.monotonic() < end:
+        try:
+            if stat.read_text().rsplit(")", 1)[1].split()[0] in "ZX":
+                return True
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+        time.sleep(0.01)
+    return False
 
 
 def test_a_worker_that_fails_ends_the_others(tmp_path: Path) -> None:
@@ -477,6 +488,28 @@ def test_a_worker_that_fails_ends_the_others(tmp_path: Path) -> None:
     collector = launch.Collector(running, plan.tasks(GPU)[:2], lambda _: None)
     collector.close("rank 1 exited with 7")
     assert {found.skipped for found in collector.measured.values()} == {"rank 1 exited with 7"}
+
+
+def test_ranks_end_with_their_launcher(tmp_path: Path) -> None:
+    code = f"""
+import time
+from pathlib import Path
+from kvferry.bench.all2all import launch, plan
+session = launch.Session(Path({str(tmp_path)!r}), plan.Options(device="cpu", world=2), 1)
+print(session.processes[0].pid, flush=True)
+time.sleep(600)
+"""
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, env=launch.environment(), stdout=subprocess.PIPE, text=True) as launcher:
+        assert launcher.stdout is not None
+        worker = int(launcher.stdout.readline())
+        end = time.monotonic() + 30
+        # It waits for a rank that does not come.
+        while not (tmp_path / "at-0-1-0.json").exists() and time.monotonic() < end:
+            time.sleep(0.01)
+        assert Path(f"/proc/{worker}").exists()
+        launcher.kill()
+    assert gone(worker)
 
 
 def fake_run(monkeypatch: pytest.MonkeyPatch, fault: str = "", **options: Any) -> tuple[Results, Told]:
