@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import json
 import os
 import platform
@@ -50,6 +51,8 @@ class Section:
     seconds: float
     counts: dict[str, int] = field(default_factory=dict)
     tail: str = ""
+    bars: list[dict[str, object]] = field(default_factory=list)
+    """Of a bench: what was asked for and what was measured."""
 
     @property
     def good(self) -> bool:
@@ -67,6 +70,7 @@ class Plan:
     limit: float | None
     bench: tuple[str, ...]
     devices: int
+    all2all: tuple[str, ...] = ()
 
 
 def run(plan: Plan, name: str, command: list[str], limit: float, junit: Path | None = None) -> Section:
@@ -166,16 +170,30 @@ def calibrate(plan: Plan) -> Iterator[Section]:
 
 def bench(plan: Plan) -> Iterator[Section]:
     """The core table and the bars, with their files."""
-    stem = plan.out / f"{plan.name}-bench"
-    files = [word for kind in ("json", "csv", "md") for word in (f"--{kind}", f"{stem}.{kind}")]
-    try:
-        import matplotlib  # noqa: F401, PLC0415 - optional
-
-        files += ["--png", f"{stem}.png"]
-    except ImportError:
-        print("no matplotlib: no plot")
     command = [sys.executable, "-m", "kvferry", "bench", "transfer", "--sections", "core,bars"]
-    yield run(plan, "bench transfer", [*command, *files, *plan.bench], 560)
+    yield run(plan, "bench transfer", [*command, *files(plan, "bench"), *plan.bench], 560)
+
+
+def all2all(plan: Plan) -> Iterator[Section]:
+    """Exchanges between all GPUs and their bars."""
+    if plan.devices < 2:
+        return
+    command = [sys.executable, "-m", "kvferry", "bench", "all2all"]
+    section = run(plan, "bench all2all", [*command, *files(plan, "all2all"), *plan.all2all], 420)
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        section.bars = json.loads((plan.out / f"{plan.name}-all2all.json").read_text())["bars"]
+    yield section
+
+
+def files(plan: Plan, what: str) -> list[str]:
+    """Options that have a bench write its files, the plot where it can."""
+    stem = plan.out / f"{plan.name}-{what}"
+    kinds = ["json", "csv", "md"]
+    if importlib.util.find_spec("matplotlib"):
+        kinds.append("png")
+    else:
+        print("no matplotlib: no plot")
+    return [word for kind in kinds for word in (f"--{kind}", f"{stem}.{kind}")]
 
 
 def facts(plan: Plan) -> Iterator[Section]:
@@ -191,6 +209,7 @@ SECTIONS: dict[str, Callable[[Plan], Iterator[Section]]] = {
     "rust": rust,
     "calibrate": calibrate,
     "bench": bench,
+    "all2all": all2all,
     "facts": facts,
     "host": host,
 }
@@ -221,8 +240,21 @@ def markdown(about: dict[str, object], sections: list[Section]) -> str:
             f"| {section.name} | {state or f'**exit {section.exit_code}**'} | {section.seconds} | {counts} |"
         )
     for section in sections:
-        lines += ["", f"## {section.name}", "", "```", section.tail.strip(), "```"]
+        lines += ["", f"## {section.name}", "", *bar_table(section.bars), "```", section.tail.strip(), "```"]
     return "\n".join(lines) + "\n"
+
+
+def bar_table(bars: list[dict[str, object]]) -> list[str]:
+    """A bench's bars as a table, if there are any."""
+    if not bars:
+        return []
+    lines = ["| case | bar | measured | |", "|---|---|---|---|"]
+    for bar in bars:
+        sign, unit, value = (">=" if bar["at_least"] else "<="), bar["unit"], bar["value"]
+        shown = f"{value:.3g} {unit}" if isinstance(value, float) else f"- ({bar['why_not']})"
+        state = f"**{bar['state']}**" if bar["state"] == "missed" else bar["state"]
+        lines.append(f"| {bar['case']} | {sign} {bar['limit']} {unit} | {shown} | {state} |")
+    return [*lines, ""]
 
 
 def write(plan: Plan, about: dict[str, object], sections: list[Section]) -> None:
@@ -245,7 +277,13 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--only", type=chosen, default=DEFAULT, metavar="LIST", help="sections, with commas")
     parser.add_argument("--limit", type=float, metavar="SECONDS", help="upper bound of every section's limit")
     parser.add_argument(
-        "--bench", default="", metavar="OPTIONS", help='more options of the bench, such as "--budget 240"'
+        "--bench",
+        default="",
+        metavar="OPTIONS",
+        help='more options of bench transfer, such as "--budget 240"',
+    )
+    parser.add_argument(
+        "--all2all", default="", metavar="OPTIONS", help='more options of bench all2all, such as "--full"'
     )
     return parser.parse_args(argv)
 
@@ -266,6 +304,7 @@ def main(argv: list[str] | None = None) -> int:
         limit=arguments.limit,
         bench=tuple(arguments.bench.split()),
         devices=len(devices),
+        all2all=tuple(arguments.all2all.split()),
     )
     about: dict[str, object] = {
         "date": time.strftime("%Y-%m-%d"),

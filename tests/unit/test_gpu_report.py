@@ -79,6 +79,26 @@ def test_no_sanitizer_is_a_failure(report: Any, tmp_path: Path, monkeypatch: pyt
     assert not any(section.good for section in found)
 
 
+def test_all2all_brings_its_bars(report: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert list(report.all2all(plan(report, tmp_path))) == []
+    bar = {"case": "small", "limit": 8.5, "at_least": False, "unit": "us", "value": 7.81234, "why_not": ""}
+    bars = [bar | {"state": "met"}, bar | {"state": "missed", "value": 9.0}]
+    bars.append(bar | {"state": "not measured", "value": None, "why_not": "no time left"})
+
+    def run(_: Any, name: str, command: list[str], limit: float) -> Any:
+        Path(command[command.index("--json") + 1]).write_text(json.dumps({"bars": bars}))
+        return report.Section(name, command, 0, 1.0)
+
+    monkeypatch.setattr(report, "run", run)
+    (section,) = report.all2all(plan(report, tmp_path, devices=2, all2all=("--full",)))
+    assert section.bars == bars and section.command[-1] == "--full"
+    report.write(plan(report, tmp_path), {"date": "x"}, [section])
+    assert json.loads((tmp_path / "x.json").read_text())["sections"][0]["bars"] == bars
+    text = (tmp_path / "x.md").read_text()
+    assert "| small | <= 8.5 us | 7.81 us | met |" in text and "| 9 us | **missed** |" in text
+    assert "| - (no time left) | not measured |" in text
+
+
 def test_the_report_is_written(report: Any, tmp_path: Path) -> None:
     about: dict[str, object] = {"date": "2026-12-01"}
     sections = [

@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import kvferry as kf
-from kvferry.cli import _bench_gpu, _files, _host_facts, _machine
+from kvferry.cli import _bench_all2all, _bench_gpu, _files, _host_facts, _machine
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kvferry.bench.transfer import Options, Results
 
-SUMMARY = "measure transfers on this machine, beside plain memcpy and what people use today"
+SUMMARY = "measure transfers and exchanges on this machine, beside plain memcpy and what people use today"
 PAIRS = ("FC-FC", "FC-LW", "LW-FC", "LW-LWouter", "NHD-HND", "FC-universal")
 MIN_BYTES = 2 << 20
 
@@ -62,6 +62,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     transfer.add_argument("--csv", type=Path, metavar="FILE", help="write a line for each contender and cell")
     transfer.add_argument("--png", type=Path, metavar="FILE", help="write a plot; needs matplotlib")
     _bench_gpu.configure(transfer)
+    summary = _bench_all2all.SUMMARY
+    all2all = subparsers.add_parser("all2all", help=summary, description=summary)
+    all2all.set_defaults(measure=_all2all)
+    _bench_all2all.configure(all2all)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -121,6 +125,14 @@ def _transfer(arguments: argparse.Namespace) -> int:
         print(f"kvferry bench: {error}", file=sys.stderr)
         return 2
     return 0 if results.good else 1
+
+
+def _all2all(arguments: argparse.Namespace) -> int:
+    refusal = _refusal(arguments)
+    if refusal:
+        print(f"kvferry bench: {refusal}", file=sys.stderr)
+        return 2
+    return _bench_all2all.run(arguments, _describe())
 
 
 def _refusal(arguments: argparse.Namespace) -> str:

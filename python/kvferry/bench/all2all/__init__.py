@@ -1,0 +1,1 @@
+"""What `kvferry bench all2all` measures, one process a rank. Only workers look for torch and CuPy."""

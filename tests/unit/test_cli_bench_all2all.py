@@ -1,0 +1,673 @@
+"""`kvferry bench all2all` without GPUs: cells, plan, numbers, bars, reports, processes, runs on CPUs."""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+import io
+import itertools
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import fake_all2all_kernels
+import pytest
+
+import kvferry as kf
+from kvferry.cli import build_parser, main
+
+np = pytest.importorskip("numpy")
+
+from kvferry.bench.all2all import (  # noqa: E402 - they need NumPy
+    bars,
+    cells,
+    clock,
+    data,
+    kernels,
+    launch,
+    markdown,
+    meeting,
+    plan,
+    recovery,
+    report,
+    results,
+    run,
+)
+from kvferry.bench.all2all.cells import Cell  # noqa: E402
+from kvferry.bench.all2all.results import Measured, Record, Results  # noqa: E402
+from kvferry.cli import _bench_all2all  # noqa: E402
+
+TESTS = Path(__file__).resolve().parents[1]
+FAKE = (sys.executable, str(TESTS / "fake_all2all.py"))
+FAKE_GPU = (sys.executable, str(TESTS / "fake_all2all_gpu.py"))
+GPU = plan.Options(device="gpu", world=2)
+
+SHAPES = [
+    cells.one(2, 1, 5, 32, 16),
+    cells.one(4, 2, 3, 30, 16),
+    cells.one(3, 1, 2, 7, 80, "e4m3"),
+    cells.fused(4, 3, 16, 2, 8),
+    cells.fused(2, 3, 32, 8, 8),
+    Cell(2, (5, 0, 3), (6,), 16, "fp32"),
+    Cell(1, (2, 3), (8,), 16, splits=(2, 6)),
+]
+
+
+@pytest.mark.parametrize("cell", SHAPES, ids=lambda cell: cell.name)
+def test_heads_and_bytes_of_a_cell(cell: Cell) -> None:
+    for tensor, heads in enumerate(cell.heads):
+        ranges = cell.head_ranges(tensor)
+        # Every head has an owner; each rank's are beside one another and in order.
+        assert sorted({head for part in ranges for head in part}) == list(range(heads))
+        assert [part.start for part in ranges] == sorted(part.start for part in ranges)
+    sent = {pair: cell.sent(*pair) for pair in itertools.product(range(cell.world), repeat=2)}
+    for rank in range(cell.world):
+        got = sum(
+            int(np.prod(cell.result_shape(rank, tensor))) * cell.item for tensor in range(len(cell.heads))
+        )
+        assert sum(sent[source, rank] for source in range(cell.world)) == got
+        assert got <= cell.result_bytes(rank) < got + 256 * len(cell.heads)
+        others = [other for other in range(cell.world) if other != rank]
+        assert cell.wire >= max(
+            sum(sent[rank, other] for other in others), sum(sent[other, rank] for other in others)
+        )
+
+
+def test_queries_and_their_keys_stay_together() -> None:
+    cell = cells.fused(4, 1, 16, 2, 8)
+    for queries, keys in zip(cell.head_ranges(0), cell.head_ranges(1), strict=True):
+        assert {query // 8 for query in queries} == set(keys)
+    assert cells.equal(30, 4) == (8, 8, 7, 7)
+    assert cells.one(4, 1, 1, 30, 8).head_ranges(0) == [range(8), range(8, 16), range(16, 23), range(23, 30)]
+
+
+def test_names_tell_cells_apart() -> None:
+    names = [cell.name for cell in SHAPES]
+    assert len(set(names)) == len(names)
+    assert cells.one(2, 1, 128, 32, 128).name == "1,128,32,128 bf16"
+    assert cells.fused(2, 128, 32, 8, 128).name == "1,128,qkv 32/8,128 bf16"
+    assert cells.whole(2, 75_827, 40, 128).name == "1,37914+37913,40,128 bf16"
+    assert Cell(1, (4, 4), (32,), 128, splits=(12, 20)).name == "1,4,32,128 bf16 split 12/20"
+
+
+@pytest.mark.parametrize("selection", ["quick", "default", "full"])
+@pytest.mark.parametrize("world", [1, 2, 4, 8])
+@pytest.mark.parametrize("device", ["gpu", "cpu", "host"])
+def test_plans(device: plan.Device, world: int, selection: plan.Selection) -> None:
+    options = plan.Options(device=device, world=world, selection=selection)
+    found = plan.tasks(options)
+    assert found and len({task.name for task in found}) == len(found)
+    assert plan.tasks(plan.Options.load(options.dump())) == found
+    for task in found:
+        assert task.cell.world == world and task.group in plan.GROUPS
+        assert task.ways and len(set(task.ways)) == len(task.ways)
+        assert task.cell.largest_result <= plan.capacity(found)
+        # Words of four bytes carry the data.
+        assert task.cell.dim * task.cell.item % 4 == 0
+    groups = [task.group for task in found]
+    assert groups[0] == "setup" and groups.index("core" if device != "cpu" else "bandwidth") == 1
+
+
+def test_the_plan_has_what_the_issue_names() -> None:
+    found = {task.name: task for task in plan.tasks(GPU)}
+    full = plan.tasks(plan.Options(device="gpu", world=2, selection="full"))
+    shapes = {task.cell.name for task in found.values()}
+    for tokens in (128, 1024, 4096, 16_384, 65_536):
+        assert f"1,{tokens},32,128 bf16" in shapes
+    for name in ("2,8192,40,128 bf16", "1,37800,40,128 bf16", "1,37914+37913,40,128 bf16"):
+        assert name in shapes
+    assert {task.cell.heads for task in found.values()} >= {(24,), (30,), (32, 8, 8), (32, 4, 4), (16, 2, 2)}
+    assert {task.cell.dim for task in found.values()} >= {64, 80, 96, 128, 256}
+    assert {task.cell.dtype for task in found.values()} == set(cells.DTYPES)
+    assert {task.cell.batch for task in found.values()} == {1, 2, 4}
+    sizes = [task.cell.rank_bytes for task in found.values() if task.group == "latency"]
+    assert min(sizes) == 1 << 10 and max(sizes) == 1 << 20
+    sizes = [task.cell.rank_bytes for task in found.values() if task.group == "bandwidth"]
+    assert min(sizes) == 1 << 20 and max(sizes) == 1 << 30
+    assert {way for task in full for way in task.ways if way.startswith("push")} == set(plan.push(*plan.SMS))
+    # Shapes that are compared have the bytes of what they are compared with.
+    twin = cells.one(2, 1, plan.TWIN, 32, 128).wire
+    long_twin = cells.one(2, 1, plan.LONG_TWIN, 32, 128).wire
+    for task in found.values():
+        if task.group == "shapes":
+            assert min(abs(task.cell.wire / twin - 1), abs(task.cell.wire / long_twin - 1)) < 0.005
+    assert cells.one(2, 2, 8192, 40, 128).wire == twin
+
+
+@pytest.mark.parametrize("cell", SHAPES, ids=lambda cell: cell.name)
+def test_the_data_tells_every_place_apart(cell: Cell) -> None:
+    maths = data.Numpy()
+    grounds = [data.Ground(maths, cell, rank, seed=3) for rank in range(cell.world)]
+    for tensor in range(len(cell.heads)):
+        words = np.concatenate([ground.given(tensor).reshape(-1) for ground in grounds])
+        assert len(np.unique(words)) == len(words)
+    for rank, ground in enumerate(grounds):
+        # Put together by NumPy alone, from what the ranks give.
+        got = [
+            np.concatenate([each.inputs[tensor] for each in grounds], axis=1)[:, :, part.start : part.stop]
+            for tensor, part in ((t, cell.head_ranges(t)[rank]) for t in range(len(cell.heads)))
+        ]
+        got = [np.ascontiguousarray(each) for each in got]
+        assert ground.check(got) == "" and ground.intact() == ""
+        assert "results for" in ground.check(got[:-1])
+        got[-1].view(np.uint8).reshape(-1)[-1] ^= 1
+        assert ground.check(got) == f"1 wrong words in tensor {len(got) - 1}"
+        ground.poison(got)
+        assert "wrong words" in ground.check(got)
+        assert "not" in ground.check([each[:, :-1] for each in got])
+        ground.inputs[0].view(np.uint8).reshape(-1)[:1] ^= 1
+        assert ground.intact() == ("input 0 was written" if ground.inputs[0].size else "")
+
+
+def test_written_guards_are_seen() -> None:
+    ground = data.Ground(data.Numpy(), SHAPES[0], 0, 0)
+    whole = ground.inputs[0].base
+    whole.view(np.int32).reshape(-1)[data.GUARD_WORDS - 1] = 0
+    assert ground.intact() == "guard words beside input 0 were written"
+
+
+def records(way: str, *ranks: tuple[float, ...], task: str = "t", **fields: Any) -> list[list[Record]]:
+    return [[Record(task, way, device=[us * 1e-6 for us in rank], **fields)] for rank in ranks]
+
+
+def test_the_slowest_rank_of_each_iteration_counts() -> None:
+    task = plan.exchange("core", SHAPES[0], "owned")
+    found = results.gather(task, records("owned", (1, 9, 3), (2, 1, 5)))
+    row = found.rows["owned"]
+    assert row.device == pytest.approx([2e-6, 9e-6, 5e-6]) and row.device_s == pytest.approx(5e-6)
+    assert found.seconds("owned", "out") == pytest.approx(5e-6) and found.seconds("out") is None
+    assert found.gb_per_s("owned") == pytest.approx(task.cell.wire / 5e3)
+    best = found.best("out", "owned")
+    assert best and best[0] == "owned" and not found.faults
+    lines = records("owned", (1, 2), (3, 4))
+    lines[1][0].wrong = "7 wrong words"
+    assert results.gather(task, lines).faults == [f"{task.name}, owned: rank 1: 7 wrong words"]
+    missing = results.gather(task, [lines[0], []])
+    assert missing.rows["owned"].why == "a rank did not report" and missing.seconds("owned") is None
+    assert missing.faults
+    theirs = results.gather(task, records("nccl", (), (), why="no NCCL"))
+    assert not theirs.faults and results.ours("copy") and not results.ours("memcpy both")
+    refused = results.gather(task, records("copy", (), (), why="Unsupported: no"))
+    assert not refused.faults
+    line = Record("t", "w", device=[1e-6], values={"a": 1}).dump()
+    assert Record(**json.loads(line)).values == {"a": 1}
+
+
+def exchanged(task: plan.Task, times: dict[str, float]) -> Measured:
+    rows = [
+        records(way, (us,) * 3, (us,) * 3, task=task.name) for way, us in times.items() if way in task.ways
+    ]
+    return results.gather(task, [[record for row in rows for record in row[rank]] for rank in (0, 1)])
+
+
+def everything(**changes: float) -> Results:
+    """A run in which every way took as long as a good bandwidth says."""
+    found = Results(facts={"device": "gpu", "ranks": 2})
+    for task in plan.tasks(GPU):
+        if task.kind == "exchange":
+            base = 8.0 + task.cell.wire / 340e3
+            times = dict.fromkeys(task.ways, base)
+            times |= {way: base * 0.91 for way in ("memcpy both", "memcpy") if way in times}
+            times |= {way: 2.2 * base + 12 for way in times if way.startswith(("nccl", "reference"))}
+            times |= {way: base * 0.95 for way in times if way == "copy"}
+            times |= {way: times[way] - 6 for way in times if "graph" in way}
+            times |= {way: 10.0 for way in times if way.startswith("only")}
+            times |= {way: us for way, us in changes.items() if way in times}
+            found.measured[task.name] = exchanged(task, times)
+    setup = [
+        [Record("setup", "communicator", device=[0.3, 0.1], values={"first_s": first})]
+        for first in (0.2, 0.3)
+    ]
+    found.measured["setup"] = results.gather(plan.tasks(GPU)[0], setup)
+    values = {"cpu_us": 12.5, "wall_us": 14.0, "drop_us": 1.0}
+    cost = next(task for task in plan.tasks(GPU) if task.kind == "cost")
+    found.measured["cost"] = results.gather(cost, [[Record("cost", "owned", values=values)]] * 2)
+    found.recovery = {
+        "timeout_s": 2.0,
+        "stop": {"error": "PeerTimeout", "waited_s": 2.06, "text": "", "at": 0},
+        "kill": {"error": "PeerDied", "delay_s": 0.02, "text": "", "at": 0},
+        "reset": ["", ""],
+        "usable": "",
+        "anew": ["", ""],
+        "resident_bytes": 600 << 20,
+    }
+    on_cpu = plan.exchange("bandwidth", cells.one(2, 1, 8192, 32, 128), "owned", "out", "memcpy")
+    found.cpu[on_cpu.name] = exchanged(on_cpu, {"owned": 9000, "out": 8000, "memcpy": 6000})
+    found.bars = bars.of(found, GPU)
+    return found
+
+
+def state(found: Results, words: str) -> str:
+    (bar,) = [bar for bar in found.bars if f" {words}" in f" {bar.case}"]
+    return bar.state
+
+
+def test_bars_of_a_good_run() -> None:
+    found = everything()
+    assert {bar.state for bar in found.bars} == {"met"}, [b for b in found.bars if b.state != "met"]
+    fused = next(bar for bar in found.bars if "in one call" in bar.case)
+    assert fused.value is not None and fused.value < 0.5 and "10.0 us + 10.0 us + 10.0 us" in fused.detail
+    # One row for each line of the issue's table, and one for every compared shape.
+    assert len(found.bars) == 3 + 5 + 19 + 1 + 4 + 1 + 1 + 3 + 1
+    assert found.good and report.summary(found)[-2].startswith(f"bars: {len(found.bars)} met, 0 missed")
+
+
+@pytest.mark.parametrize(
+    ("way", "us", "missed"),
+    [
+        ("push 16", 9000.0, ["34 MB per rank, 16 CTAs", "134 MB per rank, 16 CTAs"]),
+        ("copy", 9000.0, ["537 MB"]),
+        ("reference", 5.0, ["of the reference"]),
+        ("nccl", 5.0, ["every shape, eager", "34 MB up, eager"]),
+        ("nccl graph", 5.0, ["every shape, graph", "34 MB up, graph", "in a graph, of permute"]),
+    ],
+)
+def test_bars_that_are_missed(way: str, us: float, missed: list[str]) -> None:
+    found = everything(**{way: us})
+    for words in missed:
+        assert state(found, words) == "missed", words
+
+
+def test_bars_without_a_number_say_why() -> None:
+    nothing = Results(facts={"device": "gpu"})
+    assert {bar.state for bar in bars.of(nothing, GPU)} == {"not measured"}
+    assert all(bar.why_not for bar in bars.of(nothing, GPU))
+    found = everything()
+    name = "core 1,4096,32,128 bf16"
+    found.measured[name] = Measured(found.measured[name].task, skipped="no time left")
+    few = next(bar for bar in bars.of(found, GPU) if "at most 64" in bar.case)
+    assert (few.state, few.why_not) == ("not measured", "no time left")
+    wrong = everything()
+    for record in wrong.measured["core 1,65536,32,128 bf16"].rows["copy"].ranks:
+        record.wrong = "3 wrong words in tensor 0"
+    huge = next(bar for bar in bars.of(wrong, GPU) if "537 MB" in bar.case)
+    assert huge.state == "not measured" and "wrong bytes" in huge.why_not and not wrong.good
+    four = plan.Options(device="gpu", world=4)
+    assert all("for 2 ranks" in bar.detail for bar in bars.of(nothing, four))
+
+
+def test_recovery_s_faults() -> None:
+    found = everything()
+    assert recovery.faults(found.recovery) == [] and recovery.faults({}) == []
+    bad = found.recovery | {
+        "stop": {"error": "PeerDied", "waited_s": 0.1, "text": "PeerDied: x"},
+        "anew": ["", "no"],
+    }
+    assert recovery.faults(bad) == ["stop: PeerDied: x instead of PeerTimeout", "anew: no"]
+    found.recovery = bad
+    found.bars = bars.of(found, GPU)
+    assert state(found, "SIGSTOP") == "not measured" and state(found, "after both") == "missed"
+    assert recovery.faults({"why": "late"}) == ["ended early: late"]
+    assert recovery.resident(os.getpid()) > 1 << 20 and recovery.resident(-1) == 0
+
+
+def test_reports_hold_everything(tmp_path: Path) -> None:
+    found = everything()
+    text = report.as_text(report.as_json(found))
+    loaded = json.loads(text)
+    assert loaded["schema"] == 1 and loaded["verified"] and len(loaded["bars"]) == len(found.bars)
+    assert {task["name"] for task in loaded["tasks"]} == set(found.measured)
+    ways = next(task for task in loaded["tasks"] if task["name"] == "core 1,4096,32,128 bf16")["ways"]
+    assert len(ways["push 16"]["ranks"]) == 2 and len(ways["push 16"]["ranks"][0]["device_us"]) == 3
+    rows = list(csv.DictReader(io.StringIO(report.as_csv(found))))
+    assert len(rows) == sum(len(each.rows) for each in found.every)
+    copied = next(row for row in rows if row["shape"] == "1,65536,32,128 bf16" and row["way"] == "copy")
+    assert copied["verified"] == "True" and float(copied["of_memcpy"]) > 0.9
+    page = markdown.render(found)
+    assert page.count("| met |") == len(found.bars) and "### latency" in page and "## CTAs" in page
+    for task in found.measured.values():
+        assert report.line(task)
+    table = report.line(found.measured["core 1,4096,32,128 bf16"])
+    assert table.endswith("  same") and table.startswith("1,4096,32,128 bf16 ")
+    if importlib.util.find_spec("matplotlib"):
+        markdown.plot(found, str(tmp_path / "x.png"))
+        assert (tmp_path / "x.png").stat().st_size > 10_000
+
+
+def test_lines_of_other_tasks() -> None:
+    by_kind = {task.kind: task for task in plan.tasks(GPU)}
+    gemm = Record(
+        "overlap", "push 16", device=[0.05], values={"slowdown": 0.031, "exchange_us": 70, "covered": False}
+    )
+    line = report.line(results.gather(by_kind["gemm"], [[gemm], [gemm]]))
+    assert "push 16 +3.1 % (exchange 70 us), ended before the products" in line
+    early, late = ({"usual_us": 20.0, name: us} for name, us in (("early_us", 1020.0), ("late_us", 21.0)))
+    lines = [[Record("skew", "owned 1", device=[2e-5], values=values)] for values in (early, late)]
+    assert "owned 1 ms: early 1020, late 21.0, usual 20.0 us" in report.line(
+        results.gather(by_kind["skew"], lines)
+    )
+    assert (
+        report.line(Measured(by_kind["gemm"], skipped="no time left")) == "gemm: not measured: no time left"
+    )
+    shape = Measured(by_kind["exchange"], skipped="no time left")
+    assert report.line(shape).endswith("not measured: no time left")
+
+
+def test_effort() -> None:
+    effort = clock.Effort(0.02, 10, 40)
+    assert (effort.count(1e-6), effort.count(1e-3), effort.count(1.0)) == (40, 20, 10)
+
+
+def threads(folder: Path, world: int, work: Any) -> list[Any]:
+    """Ranks as threads of this process."""
+    out: list[Any] = [None] * world
+
+    def one(rank: int) -> None:
+        try:
+            out[rank] = work(meeting.Meeting(folder, rank, world, timeout=20))
+        except BaseException as error:  # noqa: BLE001 - looked at below
+            out[rank] = error
+
+    running = [threading.Thread(target=one, args=(rank,)) for rank in range(world)]
+    for thread in running:
+        thread.start()
+    for thread in running:
+        thread.join(30)
+    return out
+
+
+def test_ranks_meet(tmp_path: Path) -> None:
+    def work(seat: meeting.Meeting) -> Any:
+        found = []
+        for step in range(20):
+            found.append(seat.gather("a", seat.rank * 100 + step))
+            assert seat.first("b", seat.rank) == 0
+            assert seat.end("") == ""
+        return found
+
+    for found in threads(tmp_path, 3, work):
+        assert found == [[step, 100 + step, 200 + step] for step in range(20)]
+    # What has been read is not kept.
+    assert len(list(tmp_path.glob("*.json"))) <= 3 * 3 * 2
+
+
+def test_a_rank_that_fails_does_not_keep_the_others_waiting(tmp_path: Path) -> None:
+    def work(seat: meeting.Meeting) -> Any:
+        heard = ""
+        if seat.rank == 1:
+            heard = "broke"
+        else:
+            with pytest.raises(meeting.LeftError, match="broke"):
+                seat.gather("inside")
+        return seat.end(heard), seat.gather("next", seat.rank)
+
+    assert threads(tmp_path, 3, work) == [("rank 1: broke", [0, 1, 2])] * 3
+
+
+def test_ranks_that_are_apart_stop(tmp_path: Path) -> None:
+    apart = (
+        threads(tmp_path / "a", 2, lambda seat: seat.gather(f"{seat.rank}")) if _made(tmp_path / "a") else []
+    )
+    assert all(isinstance(found, meeting.Stopped) for found in apart) and len(apart) == 2
+    seat = meeting.Meeting(tmp_path, 0, 2, timeout=0.05)
+    with pytest.raises(meeting.Stopped, match="did not come"):
+        seat.gather("alone")
+    (tmp_path / meeting.STOP).touch()
+    with pytest.raises(meeting.Stopped, match="was ended"):
+        meeting.Meeting(tmp_path, 0, 2).gather("alone")
+
+
+def _made(folder: Path) -> bool:
+    folder.mkdir()
+    return True
+
+
+class Told:
+    """A listener that remembers."""
+
+    def __init__(self) -> None:
+        self.tasks: list[Measured] = []
+        self.notes: list[str] = []
+
+    def section(self, name: str) -> None:
+        pass
+
+    def task(self, number: int, count: int, found: Measured) -> None:
+        assert number == len(self.tasks) + 1 <= count
+        self.tasks.append(found)
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+
+def session(folder: Path, code: str, count: int = 2) -> launch.Session:
+    """Workers that run a piece of Python; FOLDER and RANK are its arguments."""
+    program = folder / "program.py"
+    folder.mkdir(exist_ok=True)
+    program.write_text("import os, sys, time\nfolder, rank = sys.argv[1], int(sys.argv[2])\n" + code)
+    return launch.Session(folder / "ranks", GPU, count, command=(sys.executable, str(program)))
+
+
+def test_workers_that_end_well(tmp_path: Path) -> None:
+    code = 'open(f\'{folder}/rank-{rank}.jsonl\', \'a\').write(\'{"task": "t", "way": "w"}\\n{"task"\')\n'
+    code += "assert os.environ['NCCL_NVLS_ENABLE'] == '0' and os.environ['MASTER_ADDR'] == '127.0.0.1'\n"
+    running = session(tmp_path, code)
+    assert running.wait(time.monotonic() + 30) == "" and running.log() == ""
+    # A line that is not whole is left for later.
+    assert [len(running.lines(rank)) for rank in (0, 1)] == [1, 1] and running.lines(0) == []
+
+
+def test_a_hung_worker_is_ended_with_its_children(tmp_path: Path) -> None:
+    code = "import subprocess\np = subprocess.Popen(['sleep', '600'])\n"
+    code += (
+        "open(f'{folder}/child-{rank}', 'w').write(str(p.pid))\nprint('begun', flush=True)\ntime.sleep(600)\n"
+    )
+    running = session(tmp_path, code)
+    while not all((running.folder / f"child-{rank}").exists() for rank in (0, 1)):
+        time.sleep(0.01)
+    start = time.monotonic()
+    assert running.wait(start + 0.5) == "out of time" and time.monotonic() - start < 10
+    assert "rank 1: begun" in running.log()
+    for rank in (0, 1):
+        assert gone(int((running.folder / f"child-{rank}").read_text()))
+
+
+def gone(pid: int) -> bool:
+    """Whether a process has ended, or does within seconds: a signal needs the processor to arrive."""
+    stat, end = Path(f"/proc/{pid}/stat"), time.monotonic() + 20
+    while time.monotonic() < end:
+        try:
+            if stat.read_text().rsplit(")", 1)[1].split()[0] in "ZX":
+                return True
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+        time.sleep(0.01)
+    return False
+
+
+def test_a_worker_that_fails_ends_the_others(tmp_path: Path) -> None:
+    running = session(tmp_path, "if rank: sys.exit(7)\ntime.sleep(600)\n")
+    start = time.monotonic()
+    assert running.wait(start + 60) == "rank 1 exited with 7" and time.monotonic() - start < 30
+    collector = launch.Collector(running, plan.tasks(GPU)[:2], lambda _: None)
+    collector.close("rank 1 exited with 7")
+    assert {found.skipped for found in collector.measured.values()} == {"rank 1 exited with 7"}
+
+
+def test_ranks_end_with_their_launcher(tmp_path: Path) -> None:
+    code = f"""
+import time
+from pathlib import Path
+from kvferry.bench.all2all import launch, plan
+session = launch.Session(Path({str(tmp_path)!r}), plan.Options(device="cpu", world=2), 1)
+print(session.processes[0].pid, flush=True)
+time.sleep(600)
+"""
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, env=launch.environment(), stdout=subprocess.PIPE, text=True) as launcher:
+        assert launcher.stdout is not None
+        worker = int(launcher.stdout.readline())
+        end = time.monotonic() + 30
+        # It waits for a rank that does not come.
+        while not (tmp_path / "at-0-1-0.json").exists() and time.monotonic() < end:
+            time.sleep(0.01)
+        assert Path(f"/proc/{worker}").exists()
+        launcher.kill()
+    assert gone(worker)
+
+
+def fake_run(monkeypatch: pytest.MonkeyPatch, fault: str = "", **options: Any) -> tuple[Results, Told]:
+    monkeypatch.setenv("FAKE_FAULT", fault)
+    monkeypatch.setenv("PYTHONPATH", str(TESTS))
+    told = Told()
+    chosen: dict[str, Any] = {"device": "cpu", "world": 2, "selection": "quick", "timeout": 5.0} | options
+    return run.run(plan.Options(**chosen), told, FAKE), told
+
+
+def test_a_run_over_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, told = fake_run(monkeypatch)
+    assert found.good and not told.notes, (found.wrong, told.notes)
+    assert [each.task.name for each in told.tasks] == list(found.measured)
+    exchange = found.measured["bandwidth 1,1024,8,64 bf16"]
+    assert all(exchange.seconds(way) for way in ("owned", "out", "memcpy"))
+    assert {bar.case: bar.state for bar in found.bars if bar.state != "not measured"} == {
+        "CPU backend, set-up of a communicator, the first of the process": "met",
+        "SIGKILL of a rank, a forked child alive: PeerDied after": "met",
+        "SIGSTOP of a rank: PeerTimeout off the set time by": "met",
+        "after both: context usable, reset() and set-up anew work": "met",
+    }
+    assert found.recovery["child_alive"] and found.facts["transport"] == "files"
+
+
+def test_wrong_bytes_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, _ = fake_run(monkeypatch, "bytes", only=("bandwidth",))
+    faults = found.measured["bandwidth 1,1024,8,64 bf16"].faults
+    assert not found.good and any("owned: rank 1: 1 wrong words in tensor 0" in fault for fault in faults)
+    assert not any("memcpy" in fault for fault in faults)
+
+
+def test_a_failing_rank_is_named_and_the_run_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, _ = fake_run(monkeypatch, "raise", only=("bandwidth",), timeout=1.0)
+    rows = found.measured["bandwidth 1,1024,8,64 bf16"].rows
+    assert rows["owned"].why == "rank 0: Error: made to fail" and rows["out"].why and not found.good
+    assert rows["memcpy"].device_s
+
+
+def test_a_budget_that_is_spent(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, told = fake_run(monkeypatch, only=("setup", "bandwidth"), budget=1e-3)
+    assert found.good and {each.skipped for each in told.tasks} == {"no time left"}
+    assert "not measured (2)" in "\n".join(report.summary(found))
+
+
+needs_cpu = pytest.mark.skipif(not hasattr(kf, "All2All"), reason="this build has no All2All")
+
+
+@needs_cpu
+def test_a_run_of_the_cpu_backend(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = {kind: tmp_path / f"x.{kind}" for kind in ("json", "csv", "md")}
+    words = [word for kind, path in files.items() for word in (f"--{kind}", str(path))]
+    code = main(["bench", "all2all", "--device", "cpu", "--quick", *words])
+    said = capsys.readouterr().out
+    assert code == 0, said
+    loaded = json.loads(files["json"].read_text())
+    assert loaded["verified"] and loaded["facts"]["transport"] == "shared memory" and loaded["machine"]
+    assert not any(bar["state"] == "missed" for bar in loaded["bars"]), loaded["bars"]
+    assert "## Bars" in files["md"].read_text() and len(files["csv"].read_text().splitlines()) == 5
+
+
+needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
+
+
+@needs_torch
+@pytest.mark.parametrize(
+    ("device", "command"), [("host", FAKE), ("gpu", FAKE_GPU)], ids=["torch on CPUs", "stand-in GPU"]
+)
+def test_the_gpu_s_worker_without_one(device: str, command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(TESTS))
+    told = Told()
+    options = plan.Options(device=device, world=2, selection="quick", only=("setup", "core", "cost"))  # type: ignore[arg-type]
+    found = run.run(options, told, command)
+    assert found.good and not told.notes, (found.wrong, told.notes)
+    core = found.measured["core 1,128,32,128 bf16"]
+    there = {way for way, row in core.rows.items() if row.device_s is not None}
+    others = {"reference", "reference 16", "memcpy both"} if device == "gpu" else set()
+    assert there == {"owned", "out", "graph", "graph out", "nccl", "nccl graph", "nccl bare"} | others
+
+
+@pytest.fixture(scope="module")
+def host_kernels(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The bench's kernels as host code."""
+    if shutil.which("g++") is None:
+        pytest.skip("no g++")
+    return fake_all2all_kernels.compiled(tmp_path_factory.mktemp("kernels"))
+
+
+@pytest.mark.parametrize("grid", [2, 5, 16])
+@pytest.mark.parametrize(
+    "cell",
+    [
+        cells.one(2, 1, 70, 4, 32),
+        cells.one(2, 2, 9, 40, 128),
+        Cell(1, (5, 12), (6,), 64, "e4m3"),
+        Cell(2, (0, 3), (2,), 8),
+        cells.one(1, 1, 3, 2, 16),
+    ],
+    ids=lambda cell: cell.name,
+)
+def test_the_reference_s_method(cell: Cell, grid: int, host_kernels: Any) -> None:
+    """Every rank's launch in turn, in memory of this process: bit by bit, and nothing beside the result."""
+    grounds = [data.Ground(data.Numpy(), cell, rank, 1) for rank in range(cell.world)]
+    size = kernels.POOL_AT + cell.largest_result + 256
+    memory = np.full((cell.world, size), 0x6B, np.uint8)
+    memory[:, : kernels.POOL_AT] = 0
+    bases = np.array([each.ctypes.data for each in memory], np.uint64)
+    row = cell.heads[0] // cell.world * cell.dim * cell.item
+    starts = cells.spans(cell.tokens)
+
+    def launch_of(rank: int) -> None:
+        where = (grounds[rank].inputs[0].ctypes.data, bases.ctypes.data)
+        tokens = (cell.tokens[rank], starts[rank].start, sum(cell.tokens))
+        host_kernels.run_exchange(
+            grid, kernels.THREADS, *where, cell.world, rank, cell.batch, *tokens, row, 5_000_000_000
+        )
+
+    # Launches of one process share the thread's indices, so only one rank can run at a time: its peers'
+    # arrivals are there beforehand and taken off by it.
+    for rank in range(cell.world):
+        signals = memory[rank, kernels.SIGNAL_AT :].view(np.uint32)
+        expected = (grid - rank + cell.world - 1) // cell.world
+        for other in range(cell.world):
+            signals[other] += expected if other != rank else 0
+        launch_of(rank)
+        assert signals[rank] == 0
+    for rank, ground in enumerate(grounds):
+        shape = cell.result_shape(rank, 0)
+        nbytes = int(np.prod(shape)) * cell.item
+        result = memory[rank, kernels.POOL_AT : kernels.POOL_AT + nbytes]
+        assert ground.check([result.view(np.int32).reshape(*shape[:3], -1)]).replace("tensor 0 is", "") == ""
+        assert (memory[rank, kernels.POOL_AT + nbytes :] == 0x6B).all() and ground.intact() == ""
+        assert memory[rank, kernels.FAULT_AT] == 0
+
+
+def test_rows_that_the_reference_cannot_move() -> None:
+    assert [kernels.rows_at_once(row) for row in (16, 4096, 8192, 8208, 24, 0)] == [512, 2, 1, 0, 0, 0]
+
+
+def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = build_parser()
+    arguments = parser.parse_args(
+        ["bench", "all2all", "--only", "core,cpu", "--world", "4", "--budget", "60"]
+    )
+    assert arguments.only == ("core", "cpu") and arguments.world == 4 and arguments.selection == "default"
+    for wrong in (["--only", "speed"], ["--world", "0"], ["--budget", "0"], ["--quick", "--full"]):
+        with pytest.raises(SystemExit):
+            parser.parse_args(["bench", "all2all", *wrong])
+    assert "setup, core, fused" in capsys.readouterr().err
+    assert _bench_all2all._refusal("gpu", 2, 1).startswith("2 ranks need as many GPUs")
+    assert main(["bench", "all2all", "--json", "/nowhere/x.json"]) == 2
+
+
+def test_a_worker_says_what_it_lacks(tmp_path: Path) -> None:
+    (tmp_path / "options.json").write_text(plan.Options(device="gpu", world=1).dump())
+    command = [sys.executable, "-m", "kvferry.bench.all2all.worker", str(tmp_path), "0"]
+    ended = subprocess.run(
+        command, env=launch.environment(), capture_output=True, text=True, timeout=60, check=False
+    )
+    if importlib.util.find_spec("torch") is None:
+        assert ended.returncode == 3 and "No module named 'torch'" in ended.stderr
