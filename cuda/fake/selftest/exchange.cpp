@@ -54,6 +54,7 @@ struct Pair {
       me.page->timeout_ns = 20000000000;
       for (size_t i = 0; i < me.data.size(); ++i) me.data[i] = static_cast<unsigned char>((i * 2 + r) * 2654435761u >> 9);
       OK(cu.cuMemcpyHtoD_v2(me.input, me.data.data(), me.data.size()));
+      OK(cu.cuCtxSynchronize());  // the streams are not ordered with the default one
     }
     for (int r = 0; r < 2; ++r) {
       OK(cu.cuCtxSetCurrent(rank[r].context));
@@ -128,6 +129,7 @@ void exchange_tests() {
       const Rank& me = pair.rank[r];
       OK(cu.cuCtxSetCurrent(me.context));
       OK(cu.cuMemsetD8_v2(me.control + kControlBytes, 0, kPool));
+      OK(cu.cuCtxSynchronize());
       OK(cu.cuStreamBeginCapture_v2(me.stream, CAPTURE_RELAXED));
       for (u32 call = 0; call < 3 - r; ++call) pair.launch(r, pair.params(r));
       CUgraph graph = nullptr;
