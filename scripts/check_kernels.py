@@ -35,8 +35,8 @@ REGISTER_CAP = (
 # A 16-byte access in any of its spellings, with or without cache hints.
 WIDE = r"\.global(?:\.[\w:]+)*\.(?:v2\.[usbf]64|v4\.[usbf]32|b128)\b"
 WIDE_ACCESS = (rf"\bld{WIDE}", rf"\bst{WIDE}")
-# What ranks tell each other is ordered beyond the GPU: an arrival releases the bytes before it, and whoever waits
-# acquires.
+# What ranks tell each other is ordered beyond the GPU: an arrival releases the bytes before it, and whoever
+# waits acquires.
 ARRIVE, ACQUIRE = r"\bred\.release\.sys\.global\.add\.u64\b", r"\bld\.acquire\.sys\.global\.u64\b"
 RELEASE, TICKET = r"\bst\.release\.sys\.global\.u64\b", r"\batom\.acq_rel\.gpu\.global\.add\.u32\b"
 PTX_MUST_HAVE = (
@@ -44,8 +44,8 @@ PTX_MUST_HAVE = (
     | dict.fromkeys(EXCHANGE, (*WIDE_ACCESS, ARRIVE, ACQUIRE, RELEASE, TICKET))
     | {"exchange_probe": (ACQUIRE, RELEASE)}
 )
-# Parameters are read where they lie: a copy of 32 KiB per thread would be a stack frame. What a peer writes while
-# the kernel runs is never read through the cache for read-only data.
+# Parameters are read where they lie: a copy of 32 KiB per thread would be a stack frame. What a peer writes
+# while the kernel runs is never read through the cache for read-only data.
 PTX_MUST_NOT_HAVE = (
     dict.fromkeys(STRIDED, (r"\.local\b",))
     | dict.fromkeys(EXCHANGE, (r"\.local\b", r"\.nc\b"))
