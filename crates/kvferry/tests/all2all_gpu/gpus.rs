@@ -105,3 +105,11 @@ pub(crate) fn bytes(result: &ExchangeResult) -> Vec<u8> {
     region.read(result.offset(), &mut bytes).unwrap();
     bytes
 }
+
+/// All bytes of the region that a result lies in. What wrote it has ended.
+pub(crate) fn image(result: &ExchangeResult) -> Vec<u8> {
+    let Region::Device(region) = result.region() else { panic!("a result on a GPU") };
+    let mut bytes = vec![0; region.len() as usize];
+    region.read(0, &mut bytes).unwrap();
+    bytes
+}
