@@ -6,7 +6,7 @@
 //! |---|---|---|
 //! | raw calls | `raw`, [`faults`] | the driver's functions, found by name at run time, each turned into a `Result`; failing one on purpose |
 //! | process and device | [`Driver`], [`devices`], [`PrimaryContext`], [`RelaxedCapture`] | is there a driver, how new, which GPUs; contexts saved and restored |
-//! | owner types | [`Gpu`], [`Stream`], [`Event`], [`PinnedBuffer`], [`DeviceBuffer`], [`DeviceRegion`], [`HostRegistration`], [`VmmBuffer`], [`IpcMapping`] | what must be given back is given back, by a thread that may wait for the device |
+//! | owner types | [`Gpu`], [`Stream`], [`Event`], [`Graph`], [`PinnedBuffer`], [`DeviceBuffer`], [`DeviceRegion`], [`HostRegistration`], [`VmmBuffer`], [`IpcMapping`] | what must be given back is given back, by a thread that may wait for the device |
 //! | exchange | [`ExchangeMemory`], [`ExchangeLink`], [`ExchangeRoute`], [`ExchangeQueue`] | memory that ranks share, kernels that wait for one another |
 //! | copies | [`GpuMemory`], [`StridedCopy`], [`BatchCopies`], [`Flight`], [`memcpy_batch`], [`vectorized_copy`] | checked before they start, their memory kept until they are done |
 //!
@@ -59,7 +59,7 @@ pub use exchange::{
     ExchangeRoute, ExchangeStopped, PeerMemory, PeerReach, RouteInput, RoutePiece, RouteShape,
 };
 pub use flight::Flight;
-pub use gpu::{Capture, Event, EventHandle, Gpu, Stream, StreamHandle};
+pub use gpu::{Capture, Event, EventHandle, Gpu, Graph, Stream, StreamHandle};
 pub use kvferry_kernels::{
     ExchangeLoop, ExchangeParamBuffer, MAX_RANKS, PROBE_BYTES, ProbeReport, ProbeState, Record, RecordKind,
     abort_word, split_abort_word,

@@ -15,7 +15,7 @@ use std::sync::OnceLock;
 
 use cudarc::driver::sys;
 pub(crate) use cudarc::driver::sys::{
-    CUDA_MEMCPY2D_st, CUDA_MEMCPY3D_st, CUcontext, CUdevice, CUdeviceptr, CUevent, CUfunction, CUgraph,
+    CUDA_MEMCPY2D_st, CUDA_MEMCPY3D_st, CUcontext, CUdevice, CUdeviceptr, CUevent, CUfunction, CUgraph, CUgraphExec,
     CUhostFn, CUipcMemHandle, CUmemAccessDesc, CUmemAllocationProp, CUmemGenericAllocationHandle,
     CUmemcpyAttributes, CUmodule, CUstream, CUuserObject,
 };
@@ -131,6 +131,12 @@ driver_functions! {
             stream: CUstream, status: *mut c_uint, id: *mut u64, graph: *mut CUgraph,
             dependencies: *mut *const c_void, dependency_count: *mut usize
         );
+        cuStreamBeginCapture_v2(stream: CUstream, mode: c_uint);
+        cuStreamEndCapture(stream: CUstream, graph: *mut CUgraph);
+        cuGraphInstantiateWithFlags(exec: *mut CUgraphExec, graph: CUgraph, flags: u64);
+        cuGraphLaunch(exec: CUgraphExec, stream: CUstream);
+        cuGraphExecDestroy(exec: CUgraphExec);
+        cuGraphDestroy(graph: CUgraph);
         cuStreamGetCtx(stream: CUstream, context: *mut CUcontext);
         cuEventCreate(event: *mut CUevent, flags: c_uint);
         cuEventDestroy_v2(event: CUevent);

@@ -1,6 +1,7 @@
 //! One device in use: its context, its kernels, and the pools of things that calls need for a moment.
 
 mod event;
+mod graph;
 mod kernels;
 mod stream;
 
@@ -11,6 +12,7 @@ use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 pub use event::{Event, EventHandle};
+pub use graph::Graph;
 pub use stream::{Capture, Stream, StreamHandle};
 
 use crate::capture::RelaxedCapture;
