@@ -95,7 +95,7 @@ def harm(how: str) -> None:
 def setting_up(
     rank: int, world: int, told: Told, *, directory: str, victim: int, how: str, after: int, patience: float
 ) -> Any:
-    """Sets up; the victim is harmed in its `after`-th use of the rendezvous. What the others are told, and when."""
+    """Sets up; the victim is harmed in its `after`-th use of the rendezvous. What others are told, and when."""
     told.say("started")
     hurt = (lambda: harm(how)) if rank == victim else None
     store = Files(directory, hurt, after)
@@ -118,8 +118,8 @@ def broken_by_a_peer(
 ) -> Any:
     """Calls until a peer has broken the communicator; then says what is known, and sets up anew without it.
 
-    The victim is harmed by the test: `at` "idle" (it calls no more while the others do), "call" (it waits in a
-    call that the others have not made) or "calls" (everybody calls as fast as they can).
+    The victim is harmed by the test: `at` "idle" (it calls no more while the others do), "call" (it waits in
+    a call that the others have not made) or "calls" (everybody calls as fast as they can).
     """
     comm = join(rank, world, rendezvous=meet, timeout=timeout, setup_timeout=max(timeout, 2.0), **options)
     tensor = tensor_for(world)
@@ -222,7 +222,7 @@ def forks(rank: int, world: int, told: Told, *, meet: str) -> Any:
 def stops_and_comes_back(
     rank: int, world: int, told: Told, *, meet: str, again: str, victim: int, timeout: float
 ) -> Any:
-    """The victim is stopped for longer than the timeout; the others set up anew, and are not disturbed by it."""
+    """The victim is stopped beyond the timeout; the others set up anew, and are not disturbed by it."""
     comm = join(rank, world, rendezvous=meet, timeout=timeout)
     tensor = tensor_for(world)
     exchanged(comm, rank, "send_recv_heads", [tensor])

@@ -296,7 +296,10 @@ def _threads() -> list[str]:
     """Native threads of this process that are kvferry's communicators'."""
     found = []
     for task in os.listdir("/proc/self/task"):
-        with contextlib.suppress(FileNotFoundError), open(f"/proc/self/task/{task}/comm") as file:
+        with (
+            contextlib.suppress(FileNotFoundError, ProcessLookupError),
+            open(f"/proc/self/task/{task}/comm") as file,
+        ):
             name = file.read().strip()
             if name.startswith("kvf-"):
                 found.append(name)

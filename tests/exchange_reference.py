@@ -40,7 +40,8 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
     if name in FROM_ML_DTYPES:
         import ml_dtypes  # noqa: PLC0415 - most tests need none
 
-        return np.dtype(getattr(ml_dtypes, name))
+        found: np.dtype[Any] = np.dtype(getattr(ml_dtypes, name))
+        return found
     return np.dtype(name)
 
 

@@ -5,6 +5,8 @@ from typing import Any, Literal, Self, TypeAlias, TypedDict, final
 from kvferry._errors import TransferError
 
 __all__ = [
+    "All2All",
+    "ExchangeArray",
     "HostRegistration",
     "LayoutConfig",
     "Memory",
@@ -19,10 +21,12 @@ __all__ = [
     "build_info",
     "calibrate",
     "clear_driver_faults",
+    "communicator",
     "describe",
     "device",
     "devices",
     "enable_logging",
+    "head_ranges",
     "inject_driver_fault",
     "memcpy_batch",
     "pinned",
@@ -52,6 +56,34 @@ _Tensors: TypeAlias = Any
 # What must come first: transfers, CUDA streams, CUDA events of torch, CuPy or cuda-python, or a list of them.
 _After: TypeAlias = Any
 
+_HeadLayout: TypeAlias = Literal["BNHD", "BHND"]
+_ExchangeEngine: TypeAlias = Literal["auto", "push", "copy"]
+# An array with batch, tokens, heads and dim (in the order of the layout), or without dim; or a list or tuple
+# of them. DLPack, buffer, array interface or CUDA array interface.
+_Heads: TypeAlias = Any
+# Tokens of each rank; for several tensors also one such list each.
+_RankTokens: TypeAlias = Any
+# For each rank a range, or a number of heads; for several tensors also one such list each.
+_HeadSplits: TypeAlias = Any
+# A shape, or a list of shapes.
+_Shapes: TypeAlias = Any
+# "tcp://host:port", "file:///path", "memory://name", a torch store, or any object with set(key, value) and
+# get(key), which gives None or raises KeyError for what is not there yet.
+_Rendezvous: TypeAlias = Any
+
+class _ExchangeStats(TypedDict):
+    calls: int
+    epoch: int
+    bytes_sent: int
+    bytes_received: int
+    copied_out: int
+    busy: int
+    buffers: int
+    buffers_free: int
+    resets: int
+    transport: str
+    why: str
+
 class _BuildInfo(TypedDict):
     version: str
     cuda_mode: str
@@ -74,6 +106,237 @@ class _Run(TypedDict):
     dst_region: int
     dst_offset: int
     bytes: int
+
+@final
+class All2All:
+    """One rank's end of a group that exchanges attention heads; a context manager that closes it.
+
+    All ranks make the same calls in the same order. A rank that disagrees, refuses its arguments, is late,
+    dies or aborts breaks it on every rank: ContractMismatch, PeerTimeout, PeerDied or Aborted, again and
+    again until all ranks reset(). Results belong to the caller until dropped, after close() too.
+    In a forked child everything raises ForkError, after close() ClosedError.
+    """
+
+    def __new__(
+        cls,
+        rank: int,
+        world_size: int,
+        *,
+        capacity_bytes: int,
+        rendezvous: _Rendezvous | None = None,
+        device: int | str | None = None,
+        timeout: float = 60.0,
+        setup_timeout: float = 60.0,
+        buffers: int | None = None,
+        name: str = "",
+    ) -> Self:
+        """Meets the other ranks (processes of this machine, or threads) and shares memory with them.
+
+        capacity_bytes: the largest result of one call on any rank, see capacity_for(). rendezvous: where the
+        ranks find each other; a lone rank needs none. device: a GPU's ordinal or such as "cuda:0"; None or
+        "cpu" for host memory. timeout: most seconds that a call waits for a rank; setup_timeout: that a step
+        of set-up, reset() or empty_output() does. buffers: calls whose results can be held at once (default
+        4). name: tells communicators at one rendezvous apart.
+        Every stage ends in the outcome of all: all ranks get a communicator, or all get an error.
+        """
+    @staticmethod
+    def from_group(
+        group: Any | None = None,
+        *,
+        capacity_bytes: int,
+        device: int | str | None = None,
+        timeout: float = 60.0,
+        setup_timeout: float = 60.0,
+        buffers: int | None = None,
+        name: str = "",
+    ) -> All2All:
+        """The communicator of the ranks of a torch process group (default: of the whole job).
+
+        They meet in its store. device: default the current GPU for a group with NCCL, else the CPU.
+        """
+    @staticmethod
+    def capacity_for(
+        shape: _Shapes,
+        dtype: _Dtype | list[_Dtype],
+        world_size: int,
+        *,
+        operation: Literal[
+            "send_recv_heads", "gather_heads", "allgather_tokens", "allgather_heads"
+        ] = "send_recv_heads",
+        rank_tokens: _RankTokens | None = None,
+        query_heads: int | None = None,
+        head_splits: _HeadSplits | None = None,
+    ) -> int:
+        """Bytes of the largest result of such a call on any rank: what capacity_bytes must be.
+
+        shape: (B, tokens of all ranks, heads of all ranks, D), or one per tensor of the call.
+        """
+    def send_recv_heads(
+        self,
+        tensors: _Heads,
+        *,
+        rank_tokens: _RankTokens | None = None,
+        layout: _HeadLayout = "BNHD",
+        num_heads: int | list[int] | None = None,
+        query_heads: int | None = None,
+        head_splits: _HeadSplits | None = None,
+        out: Any | None = None,
+        stream: _Stream | None = None,
+        num_sms: int | None = None,
+        engine: _ExchangeEngine = "auto",
+        dtype: _Dtype | None = None,
+    ) -> Any:
+        """[B, N_r, H, D] on rank r becomes [B, N of all ranks, heads of r, D]; dim must be contiguous.
+
+        One array gives one, a list or tuple a tuple: torch tensors for torch tensors, NumPy arrays for NumPy
+        arrays, else ExchangeArray; valid as long as held. On the CPU the result is there on return; on a GPU
+        the call is put on `stream`, by default the current one of the library that the arrays belong to.
+        rank_tokens: default as many as mine on every rank. layout: order of the axes. num_heads: checked.
+        Heads are shared as equally as possible; those of KV tensors (fewer than the largest head count of
+        the call, or than query_heads) follow their query heads and are replicated where need be. head_splits:
+        another choice. out: a place of empty_output(). num_sms, engine: how a GPU sends; "copy" needs out.
+        dtype: what arrays of raw bytes or integers hold.
+        Busy where results are held in all buffers (torch: they are then copied out).
+        """
+    def gather_heads(
+        self,
+        tensors: _Heads,
+        *,
+        rank_tokens: _RankTokens | None = None,
+        layout: _HeadLayout = "BNHD",
+        num_heads: int | list[int] | None = None,
+        query_heads: int | None = None,
+        head_splits: _HeadSplits | None = None,
+        out: Any | None = None,
+        stream: _Stream | None = None,
+        num_sms: int | None = None,
+        engine: _ExchangeEngine = "auto",
+        dtype: _Dtype | None = None,
+    ) -> Any:
+        """The inverse: [B, N of all ranks, heads of r, D] becomes [B, N_r, H, D].
+
+        num_heads: of all ranks together, one number or one per tensor (default: mine times the ranks).
+        rank_tokens: default an equal share. Other options as in send_recv_heads().
+        """
+    def allgather(
+        self,
+        tensors: _Heads,
+        axis: Literal["tokens", "heads"] = "tokens",
+        *,
+        rank_tokens: _RankTokens | None = None,
+        layout: _HeadLayout = "BNHD",
+        num_heads: int | list[int] | None = None,
+        query_heads: int | None = None,
+        head_splits: _HeadSplits | None = None,
+        out: Any | None = None,
+        stream: _Stream | None = None,
+        num_sms: int | None = None,
+        engine: _ExchangeEngine = "auto",
+        dtype: _Dtype | None = None,
+    ) -> Any:
+        """Every rank gets the whole along `axis`: [B, N of all ranks, H, D] or [B, N, heads of all ranks, D].
+
+        Options as in send_recv_heads() and, along heads, gather_heads().
+        """
+    def empty_output(
+        self, shape: _Shapes, dtype: _Dtype | list[_Dtype], *, layout: _HeadLayout = "BNHD"
+    ) -> Any:
+        """A place for this rank's results, known to all ranks, which all make it together; see `out`.
+
+        shape: of a result, or a list with one per result: an ExchangeArray, or a tuple of them. It takes a
+        buffer until dropped.
+        """
+    def record_stream(self, result: Any, stream: _Stream) -> None:
+        """Says that work on `stream` reads a result in GPU memory: it is not overwritten before that is done.
+
+        Not needed for the stream of the call, and for torch's or CuPy's current one where it is dropped.
+        """
+    def head_range(self, num_heads: int, *, query_heads: int | None = None) -> range:
+        """Heads of this rank when `num_heads` are shared by default."""
+    def check(self) -> None:
+        """Raises what has broken the communicator, if something has; on a GPU also what a kernel found."""
+    def abort(self, reason: str = "") -> None:
+        """Breaks the communicator on every rank at once, under running calls too. From any thread."""
+    def reset(self) -> None:
+        """Makes a broken communicator usable again; all ranks call it. Results held stay valid.
+
+        PeerDied or PeerTimeout if a rank is missing: make a new communicator then.
+        """
+    def close(self) -> None:
+        """Lets go of the peers, waiting for them briefly; raises what had broken it. May be called again."""
+    def set_timeout(self, timeout: float) -> None:
+        """Most seconds that a call waits for a rank, from now on; also a call that is waiting now."""
+    def stats(self) -> _ExchangeStats:
+        """Counts so far, and by what the peers' memory is reached."""
+    @property
+    def rank(self) -> int:
+        """This rank."""
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+    @property
+    def capacity_bytes(self) -> int:
+        """Most bytes of one call's results on any rank."""
+    @property
+    def device(self) -> int | None:
+        """Ordinal of its GPU; None for host memory."""
+    def _refuse(self, operation: str, reason: str) -> None:
+        """Publishes that this rank's next call will not be: for layers above whose own checks failed."""
+    @property
+    def _handle(self) -> int:
+        """Its number in this process, for communicator()."""
+    @property
+    def closed(self) -> bool:
+        """Whether close() has been called."""
+    def __enter__(self) -> Self: ...
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        tb: TracebackType | None,
+        /,
+    ) -> None: ...
+
+@final
+class ExchangeArray:
+    """A result of an exchange, or a place for one, as an array that is not copied; keeps its buffer."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its extents, in the order of the call's layout."""
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """Bytes from one index to the next, by axis."""
+    @property
+    def dtype(self) -> str:
+        """Name of the element type."""
+    @property
+    def addr(self) -> int:
+        """Address of its first byte."""
+    @property
+    def nbytes(self) -> int:
+        """Its length in bytes."""
+    @property
+    def __array_interface__(self) -> dict[str, Any]: ...
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]: ...
+    def __len__(self) -> int: ...
+    def __dlpack_device__(self) -> tuple[int, int]:
+        """DLPack device of the memory: (1, 0) is the CPU, (2, ordinal) a GPU."""
+    def __dlpack__(
+        self,
+        *,
+        stream: int | None = None,
+        max_version: tuple[int, int] | None = None,
+        dl_device: tuple[int, int] | None = None,
+        copy: bool | None = None,
+    ) -> Any:
+        """A DLPack capsule; nothing is waited for: the exchange runs on the stream of its call.
+
+        BufferError for a copy, another device, or a stream for host memory.
+        """
+    def __buffer__(self, flags: int, /) -> memoryview:
+        """Host memory as a buffer, bfloat16 as "H" and float8 as "B"; BufferError for GPU memory."""
 
 @final
 class HostRegistration:
@@ -622,6 +885,9 @@ def pinned(*, device: int | None = None) -> Memory:
 def device(ordinal: int) -> Memory:
     """Memory of the GPU `ordinal`; OptionError for a number that no GPU can have."""
 
+def communicator(handle: int) -> All2All:
+    """The communicator with a number that All2All._handle gave; ClosedError if it is gone."""
+
 def describe(
     kind: Literal["fully_contiguous", "layer_separate", "split_kv", "block_pool"],
     config: LayoutConfig,
@@ -701,6 +967,9 @@ def calibrate(
     Best on an idle machine. Unsupported if a constant is over twice off the shipped ones, unless `force`.
     peer: another GPU, to measure copies between the two. show: measure nothing, return what is in force.
     """
+
+def head_ranges(num_heads: int, world_size: int, query_heads: int | None = None) -> list[range]:
+    """Heads of every rank when `num_heads` are shared by default."""
 
 def inject_driver_fault(call: str, nth: int, code: int) -> None:
     """Lets the nth call of a driver function from now on fail with `code`. Use testing.driver_fault()."""

@@ -1,4 +1,4 @@
-"""Ranks that are processes: rendezvous of every kind, and ranks that are killed, stopped or exit at every stage."""
+"""Ranks that are processes: every rendezvous, and ranks that are killed, stopped or exit at every stage."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class TestSetUp:
     @pytest.mark.parametrize("after", [1, 2, 3, 4, 5, 6])
     @pytest.mark.parametrize("how", DEATHS)
     def test_a_rank_that_dies_in_it(self, tmp_path: Path, how: str, after: int) -> None:
-        """All ranks arm or all raise: whoever is left is told within the set-up's time which rank is missing."""
+        """All ranks arm or all raise: whoever is left is told within the set-up's time."""
         options = {"directory": str(tmp_path), "victim": 1, "how": how, "after": after, "patience": 1.0}
         with processes(3, bodies.setting_up, **options) as ranks:
             errors = [ranks[number].outcome().value[0] for number in (0, 2)]

@@ -33,7 +33,7 @@ mod words;
 #[pyo3::pymodule]
 mod _core {
     #[pymodule_export]
-    use crate::all2all::{All2All, ExchangeArray};
+    use crate::all2all::{All2All, ExchangeArray, communicator, head_ranges};
     #[pymodule_export]
     use crate::calibrate::calibrate;
     #[pymodule_export]

@@ -11,10 +11,14 @@ mod outputs;
 mod rendezvous;
 mod torch;
 
+use std::collections::BTreeMap;
+use std::ops::Deref;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::Duration;
 
 use kvferry::MemoryKind;
-use kvferry::all2all::ExchangeDevice;
+use kvferry::all2all::{CallOptions, ExchangeDevice};
 use kvferry::layout::{CapacityRequest, ExchangeOp, GlobalTensor, capacity_for};
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
@@ -35,16 +39,58 @@ use rendezvous::Meeting;
 
 /// Exchanges attention heads between ranks.
 #[pyclass(frozen, weakref, module = "kvferry")]
-pub(crate) struct All2All {
+pub(crate) struct All2All(Arc<Inner>);
+
+pub(crate) struct Inner {
     comm: kvferry::all2all::All2All,
     live: Live,
+    handle: u64,
 }
 
-impl Drop for All2All {
+impl Deref for All2All {
+    type Target = Inner;
+
+    fn deref(&self) -> &Inner {
+        &self.0
+    }
+}
+
+/// Communicators by number: compilers of torch keep numbers in their graphs, not objects.
+static OPEN: Mutex<BTreeMap<u64, Weak<Inner>>> = Mutex::new(BTreeMap::new());
+
+impl Inner {
+    fn new(comm: kvferry::all2all::All2All) -> Arc<Inner> {
+        static NEXT: AtomicU64 = AtomicU64::new(1);
+        let handle = NEXT.fetch_add(1, Ordering::Relaxed);
+        let inner = Arc::new(Inner { comm, live: Live::default(), handle });
+        OPEN.lock().unwrap_or_else(PoisonError::into_inner).insert(handle, Arc::downgrade(&inner));
+        inner
+    }
+}
+
+/// The communicator with a number that `All2All._handle` gave.
+#[pyfunction]
+pub(crate) fn communicator(py: Python<'_>, handle: u64) -> PyResult<All2All> {
+    let found = OPEN.lock().unwrap_or_else(PoisonError::into_inner).get(&handle).and_then(Weak::upgrade);
+    found.map(All2All).ok_or_else(|| plain(py, "ClosedError", "the all2all communicator is gone"))
+}
+
+/// Heads of every rank when `num_heads` are shared by default.
+#[pyfunction]
+#[pyo3(signature = (num_heads, world_size, query_heads=None))]
+pub(crate) fn head_ranges<'py>(
+    py: Python<'py>,
+    num_heads: u64,
+    world_size: usize,
+    query_heads: Option<u64>,
+) -> PyResult<Vec<Bound<'py, PyRange>>> {
+    let ranges = kvferry::layout::head_ranges(num_heads, world_size, query_heads).or_raise(py)?;
+    ranges.into_iter().map(|range| PyRange::new(py, range.start as isize, range.end as isize)).collect()
+}
+
+impl Drop for Inner {
     fn drop(&mut self) {
-        // The last reference ends threads, which others need not wait for.
-        let comm = self.comm.clone();
-        Python::try_attach(move |py| py.detach(move || drop(comm)));
+        OPEN.lock().unwrap_or_else(PoisonError::into_inner).remove(&self.handle);
     }
 }
 
@@ -83,7 +129,7 @@ impl Options<'_, '_> {
             builder.connect()
         });
         match made {
-            Ok(comm) => Ok(All2All { comm, live: Live::default() }),
+            Ok(comm) => Ok(All2All(Inner::new(comm))),
             // A store's own exception says more than that it failed.
             Err(error) => Err(meeting.raised().unwrap_or_else(|| crate::errors::to_py(py, error))),
         }
@@ -96,6 +142,10 @@ impl All2All {
     #[pyo3(signature = (rank, world_size, *, capacity_bytes, rendezvous=None, device=None, timeout=Timeout::SECONDS_60,
                         setup_timeout=Timeout::SECONDS_60,
                         buffers=None, name=""))]
+    #[pyo3(
+        text_signature = "(rank, world_size, *, capacity_bytes, rendezvous=None, device=None, timeout=60.0, \
+                             setup_timeout=60.0, buffers=None, name='')"
+    )]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments of a Python constructor")]
     fn new(
         py: Python<'_>,
@@ -127,6 +177,10 @@ impl All2All {
     #[staticmethod]
     #[pyo3(signature = (group=None, *, capacity_bytes, device=None, timeout=Timeout::SECONDS_60,
                         setup_timeout=Timeout::SECONDS_60, buffers=None, name=""))]
+    #[pyo3(
+        text_signature = "(group=None, *, capacity_bytes, device=None, timeout=60.0, setup_timeout=60.0, \
+                             buffers=None, name='')"
+    )]
     fn from_group(
         py: Python<'_>,
         group: Option<&Bound<'_, PyAny>>,
@@ -167,14 +221,7 @@ impl All2All {
         let dtypes = options::dtypes(dtype, shapes.len())?;
         let tensors: Vec<GlobalTensor> =
             shapes.iter().zip(dtypes).map(|(&(shape, _), dtype)| GlobalTensor { shape, dtype }).collect();
-        let Some(op) = ExchangeOp::ALL.into_iter().find(|op| op.name() == operation) else {
-            let names = ExchangeOp::ALL.map(ExchangeOp::name).join(", ");
-            return Err(plain(
-                py,
-                "OptionError",
-                format!("operation must be one of {names}, got {operation:?}"),
-            ));
-        };
+        let op = operation_of(py, operation)?;
         let world = whole("OptionError", "world_size", world_size, u32::MAX.into())? as usize;
         let rank_tokens = rank_tokens.map(options::rank_tokens).transpose()?;
         let splits = head_splits.map(|given| options::head_splits(given, tensors.len())).transpose()?;
@@ -424,6 +471,18 @@ impl All2All {
         self.ordinal()
     }
 
+    /// Publishes that this rank's next call will not be: for layers above whose own checks failed.
+    fn _refuse(&self, py: Python<'_>, operation: &str, reason: &str) -> PyResult<()> {
+        let op = operation_of(py, operation)?;
+        py.detach(|| self.comm.refuse(op, reason, &CallOptions::default())).or_raise(py)
+    }
+
+    /// Number of the communicator in this process, for `communicator()`.
+    #[getter]
+    fn _handle(&self) -> u64 {
+        self.handle
+    }
+
     /// Whether close() has been called.
     #[getter]
     fn closed(&self) -> bool {
@@ -452,6 +511,13 @@ impl All2All {
         let closed = if self.comm.is_closed() { ", closed" } else { "" };
         format!("All2All(rank {rank} of {world}, {device}, {} bytes{closed})", self.comm.capacity())
     }
+}
+
+fn operation_of(py: Python<'_>, name: &str) -> PyResult<ExchangeOp> {
+    ExchangeOp::ALL.into_iter().find(|op| op.name() == name).ok_or_else(|| {
+        let names = ExchangeOp::ALL.map(ExchangeOp::name).join(", ");
+        plain(py, "OptionError", format!("operation must be one of {names}, got {name:?}"))
+    })
 }
 
 impl All2All {
