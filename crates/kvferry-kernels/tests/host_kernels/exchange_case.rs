@@ -8,7 +8,7 @@ use kvferry_kernels::{
 use zerocopy::{FromBytes, IntoBytes};
 
 use crate::ffi::{Fault, Order};
-use crate::world::{Grant, World};
+use crate::world::{CONSUMED, Grant, World};
 
 /// One tensor: heads are scattered, tokens are gathered.
 #[derive(Clone, Debug)]
@@ -56,7 +56,10 @@ pub(crate) struct Case {
     pub(crate) order: Order,
 }
 
-/// Bytes of a piece that lie in a row, and the loops around it.
+/// Source address, offset from the target's landing place, bytes of a run, loops.
+type Runs = (u64, u64, u64, Vec<ExchangeLoop>);
+
+/// What one rank gets of a tensor of another.
 struct Piece {
     src: i64,
     dst: u64,
@@ -117,7 +120,7 @@ fn value(call: usize, tensor: usize, rank: usize, index: u64) -> u8 {
     x = (x ^ x >> 29).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     // Never what a consumed or a failed place holds.
     let byte = (x >> 56) as u8;
-    if byte == 0xee || byte == 0xff { 1 } else { byte }
+    if byte == CONSUMED || byte == 0xff { 1 } else { byte }
 }
 
 /// Where things are.
@@ -183,7 +186,7 @@ impl Case {
             .map(|rank| {
                 let pool = self.pool_bytes(rank) as usize;
                 let shared = world.block(CONTROL_BYTES as usize + pool, 0);
-                world.blocks[shared].bytes_mut()[CONTROL_BYTES as usize..].fill(0xee);
+                world.blocks[shared].bytes_mut()[CONTROL_BYTES as usize..].fill(CONSUMED);
                 let state = world.block(size_of::<LocalState>(), 0);
                 let page = world.block(size_of::<HostPage>(), 0);
                 // One minute: beyond what a run takes unless it is stuck.
@@ -342,14 +345,8 @@ impl Case {
         }
     }
 
-    /// Per target: source address, offset from its landing place, bytes of a run, loops.
-    fn pieces(
-        &self,
-        world: &World,
-        memory: &RankMemory,
-        call: usize,
-        rank: usize,
-    ) -> Vec<Vec<(u64, u64, u64, Vec<ExchangeLoop>)>> {
+    /// Per target.
+    fn pieces(&self, world: &World, memory: &RankMemory, call: usize, rank: usize) -> Vec<Vec<Runs>> {
         (0..self.world_size())
             .map(|target| {
                 let (offsets, _) = self.result(call, target);
@@ -411,7 +408,7 @@ impl Case {
         let (out, counts) = stage.ranks[rank].outs[call];
         let (out, counts) = (stage.world.blocks[out].bytes(), stage.world.blocks[counts].bytes());
         for (at, expected) in self.expected(call, rank).into_iter().enumerate() {
-            let (wanted, times) = expected.map_or((0xee, 0), |value| (value, 1));
+            let (wanted, times) = expected.map_or((CONSUMED, 0), |value| (value, 1));
             if out[at] != wanted || counts[at] != times {
                 return Err(format!(
                     "call {call} rank {rank} byte {at}: {:#04x} stored {} times, wanted {wanted:#04x} {times} times",

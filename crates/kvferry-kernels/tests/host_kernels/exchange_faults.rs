@@ -278,14 +278,14 @@ fn probe(world_size: usize, present: usize, order: Order) -> (World, Vec<Vec<Pro
             ExchangeProbePeer { control: control_at, pool: control_at + control }
         })
         .collect();
-    for rank in 0..world_size {
+    for (rank, report) in reports.iter().enumerate() {
         for block in &shared {
             world.grant(rank, *block, Grant::READ | Grant::WRITE);
         }
-        world.grant(rank, reports[rank], Grant::WRITE);
+        world.grant(rank, *report, Grant::WRITE);
     }
-    for rank in 0..present {
-        let report = world.blocks[reports[rank]].address();
+    for (rank, report) in reports.iter().enumerate().take(present) {
+        let report = world.blocks[*report].address();
         let params = ExchangeProbeParams::new(rank, &peers, report, 0x5eed, 1_000_000_000);
         let geometry = kvferry_kernels::LaunchGeometry { block: 16, ..ExchangeProbeParams::GEOMETRY };
         world.small(Kernel::ExchangeProbe, rank, params.as_bytes(), geometry);
@@ -305,14 +305,14 @@ fn the_probe_finds_peers_and_misses_the_absent() {
         for (world_size, present) in [(2, 2), (4, 4), (3, 2), (1, 1)] {
             let (world, reports) = probe(world_size, present, order);
             assert!(world.reports.iter().all(crate::ffi::Report::is_clean), "{:?}", world.reports);
-            for rank in 0..present {
-                for peer in 0..world_size {
+            for (rank, reports) in reports.iter().enumerate().take(present) {
+                for (peer, report) in reports.iter().enumerate() {
                     let wanted = match () {
                         () if peer == rank => ProbeState::Unknown,
                         () if peer >= present => ProbeState::Timeout,
                         () => ProbeState::Good,
                     };
-                    assert_eq!(reports[rank][peer].outcome(), wanted, "{rank} about {peer}: {order:?}");
+                    assert_eq!(report.outcome(), wanted, "{rank} about {peer}: {order:?}");
                 }
             }
         }

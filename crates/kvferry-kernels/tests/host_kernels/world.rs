@@ -7,7 +7,7 @@ use kvferry_kernels::{ExchangePart, Kernel, LaunchGeometry};
 
 use crate::ffi::{Order, READ, Region, Report, WRITE};
 
-/// What a consumed byte of a landing place becomes; see `kConsumed`.
+/// What a consumed byte of a landing place becomes; see `kConsumed`. A fresh place holds it as well.
 pub(crate) const CONSUMED: u8 = 0xee;
 
 #[repr(C)]
@@ -64,6 +64,10 @@ struct RawRun {
 
 unsafe extern "C" {
     fn kvf_host_world(run: *const RawRun) -> u64;
+}
+
+pub(crate) fn raw_sizes() -> [usize; 3] {
+    [size_of::<RawOp>(), size_of::<RawRank>(), size_of::<RawRun>()]
 }
 
 /// Memory of its own allocation, at a multiple of 16.
