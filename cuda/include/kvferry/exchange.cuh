@@ -35,6 +35,7 @@ struct ExchangeRules {
 
 constexpr u64 kPatienceNs = 20000;  // how long to spin before the host is asked
 constexpr u32 kPollsPerLook = 32;
+constexpr u32 kTicketFailed = 1 << 16;  // in a ticket: CTAs that failed; below it, CTAs that left
 
 enum class Waited { kReady, kTimeout, kAborted, kGivenUp };
 
@@ -121,7 +122,7 @@ KVF_HD void post(Cx& cx, const ExchangeHeader& h, const ExchangePeer& peer, u64 
 // go on as far as this peer is concerned.
 template <class Rules, class Cx>
 KVF_HD bool read_header(Cx& cx, const ExchangeHeader& h, const ExchangePeer& own, const ExchangePeer& peer, u32 source,
-                        u64 epoch, u64& at, u32& arrivals) {
+                        u64 epoch, u64& at) {
   const u64 cell = own.control + cell_at(epoch, source);
   U128 hash{}, place{};
   u64 verdict = 0;
@@ -136,7 +137,6 @@ KVF_HD bool read_header(Cx& cx, const ExchangeHeader& h, const ExchangePeer& own
   const u64 told_hash = (hash.lo >> 32) | (hash.hi & ~u64(0xffffffff));
   const u64 told_place = (place.lo >> 32) << kPlaceShift;
   const u32 refusal = u32(verdict >> 32);
-  arrivals = u32(place.hi >> 32);
   at = peer.pool + told_place;
   Blame blame{kHeaderTimeout, source, u32(verdict), epoch, 0};
   if (how != Waited::kReady) {
@@ -180,14 +180,18 @@ KVF_HD void exchange(Cx& cx, const Params& p) {
     if (h.verdict != 0 && tid == 0) poison(cx, h, epoch, Blame{});
   }
 
+  // Asked for now, looked at when the waits are over: the way to the host takes as long as a small call.
+  const bool waits = first && (h.flags & (kWaitHeaders | kWaitArrivals)) != 0;
+  u32 abort = 0;  // the low half, which holds the reason
+  if (waits && tid == cx.nthreads() - 1) abort = load_relaxed<u32>(cx, h.host_page + offsetof(ExchangeHostPage, abort));
+
   bool stop = dead;   // the same in all threads of the CTA, always
   bool read = false;  // the CTA has read the headers
-  u32 arrivals = 0;  // that the peer of this thread announced
   const auto read_headers = [&](u32 target) {
     bool bad = stop;
     if (!stop && peer_thread && (Rules::kReadsAll || target == tid || target == h.rank)) {
       u64 at = 0;
-      bad = !read_header<Rules>(cx, h, own, p.peer[tid], tid, epoch, at, arrivals);
+      bad = !read_header<Rules>(cx, h, own, p.peer[tid], tid, epoch, at);
       static_cast<u64*>(cx.shared())[tid] = at;
     }
     stop = cx.sync_or(bad);
@@ -211,17 +215,16 @@ KVF_HD void exchange(Cx& cx, const Params& p) {
   // The own share may be copied beside the other launches of a call: it takes no part in their counting.
   if ((h.flags & ~u32(kOwn)) == 0) return;
 
-  if (first && (h.flags & (kWaitHeaders | kWaitArrivals)) != 0) {
+  if (waits) {
     if (!read) read_headers(h.rank);
     bool bad = stop;
-    // Asked for now, looked at when the waits are over: the way to the host takes as long as a small call.
-    u64 abort = 0;
-    if (!stop && tid == cx.nthreads() - 1) abort = load_relaxed<u64>(cx, h.host_page + offsetof(ExchangeHostPage, abort));
     if (!stop && (h.flags & kWaitArrivals) != 0 && peer_thread) {
       const u64 row = ((epoch & 1) * kMaxRanks + tid) * 8;
       const u64 expected = state_at(h, offsetof(ExchangeState, expected)) + row;
       const u64 sent = state_at(h, offsetof(ExchangeState, sent)) + row;
-      const u64 want = (Rules::kCumulative ? load<u64>(cx, expected) : 0) + arrivals;
+      // The header of this call: its sender's next but one will not overwrite it before this one is over.
+      const u64 announced = load_relaxed<u64>(cx, own.control + cell_at(epoch, tid) + kCellArrivals) >> 32;
+      const u64 want = (Rules::kCumulative ? load<u64>(cx, expected) : 0) + announced;
       const u64 word = own.control + arrival_at(epoch, tid);
       u64 seen = 0;
       const Waited how = wait_until(cx, h, [&] {
@@ -236,24 +239,30 @@ KVF_HD void exchange(Cx& cx, const Params& p) {
         store<u64>(cx, sent, load<u64>(cx, sent) + p.peer[tid].arrivals);
       }
     }
-    if (abort != 0) poison(cx, h, epoch, Blame{kAborted, u32(abort >> 32), 0, 0, abort});
-    stop = cx.sync_or(bad);
+    if (!stop && abort != 0) {
+      const u64 word = load_relaxed<u64>(cx, h.host_page + offsetof(ExchangeHostPage, abort));
+      poison(cx, h, epoch, Blame{kAborted, u32(word >> 32), 0, 0, word});
+    }
+    stop = cx.sync_or(bad || abort != 0);
     if (!Rules::kLastAdvances && !stop && tid == 0) {
       store<u64>(cx, state_at(h, offsetof(ExchangeState, epoch)), epoch);
     }
   }
 
-  // Leave. The ticket's acquire and release make what all CTAs did known to the last one.
+  // Leave. The ticket's acquire and release make what all CTAs did known to the last one, and its upper half whether any of
+  // them failed.
   cx.sync();
   const u64 ticket = state_at(h, offsetof(ExchangeState, ticket));
-  const bool last = cx.sync_or(tid == 0 && cx.ticket(ticket) == cx.nblocks() - 1);
+  const bool fails = stop || h.verdict != 0;
+  u32 left = 0;
+  if (tid == 0) left = cx.ticket(ticket, fails ? 1 + kTicketFailed : 1);
+  const bool last = cx.sync_or(tid == 0 && left % kTicketFailed == cx.nblocks() - 1);
   if (!last) return;
-  const u64 poison_at = state_at(h, offsetof(ExchangeState, poison));
-  const bool failed = load_relaxed<u32>(cx, poison_at) != kSound;
+  const bool failed = cx.sync_or(fails || left >= kTicketFailed);
   if (tid == 0) {
     store<u32>(cx, ticket, 0);
     if (failed) {
-      store<u32>(cx, poison_at, kPoisonOld);
+      store<u32>(cx, state_at(h, offsetof(ExchangeState, poison)), kPoisonOld);
     } else if ((h.flags & kAdvance) != 0 && Rules::kLastAdvances) {
       store<u64>(cx, state_at(h, offsetof(ExchangeState, epoch)), epoch);
     }
