@@ -223,8 +223,9 @@ impl All2All {
         collective::reset(&self.shared)
     }
 
-    /// Closes in good order: waits briefly for the peers to close too, then lets go of their memory. Results stay valid
-    /// as long as they are held. A second call does nothing.
+    /// Closes in good order: waits for a call that runs in another thread ([`abort`](Self::abort) ends it), then briefly
+    /// for the peers to close too, then lets go of their memory. Results stay valid as long as they are held. A second
+    /// call does nothing.
     ///
     /// # Errors
     /// What had broken the communicator, once everything is released.
