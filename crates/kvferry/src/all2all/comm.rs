@@ -1,7 +1,7 @@
 //! A communicator: what its users hold, and what is behind it.
 
 use std::ops::Range;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use kvferry_host::ForkGuard;
@@ -23,7 +23,6 @@ use super::wire::Notice;
 use super::{All2AllBuilder, collective};
 use crate::error::{Error, Result};
 use crate::transfer::lock;
-use std::sync::Mutex;
 
 /// Which axis [`All2All::allgather`] joins.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
