@@ -8,11 +8,13 @@ pub enum Module {
     VectorizedCopy,
     /// `cuda/strided_copy.cu`.
     StridedCopy,
+    /// `cuda/exchange.cu`.
+    Exchange,
 }
 
 impl Module {
     /// Every module; `module as usize` is its index here, so that caches can be arrays.
-    pub const ALL: &'static [Self] = &[Self::VectorizedCopy, Self::StridedCopy];
+    pub const ALL: &'static [Self] = &[Self::VectorizedCopy, Self::StridedCopy, Self::Exchange];
 
     /// The file stem of its source.
     #[must_use]
@@ -20,6 +22,7 @@ impl Module {
         match self {
             Self::VectorizedCopy => "vectorized_copy",
             Self::StridedCopy => "strided_copy",
+            Self::Exchange => "exchange",
         }
     }
 }
@@ -38,6 +41,14 @@ pub enum Kernel {
     StridedWord,
     /// The same with parameters of 32,760 bytes.
     StridedWordLarge,
+    /// One call of the head exchange, or a part of one; parameters for 8 ranks and 24 items.
+    Exchange,
+    /// The same with parameters for 64 ranks and 202 items.
+    ExchangeLarge,
+    /// Readies the words with which the copy engine tells of its arrival.
+    ExchangeArrive,
+    /// Tests writes, order and atomics between all ranks.
+    ExchangeProbe,
 }
 
 impl Kernel {
@@ -48,6 +59,10 @@ impl Kernel {
         Self::StridedTileLarge,
         Self::StridedWord,
         Self::StridedWordLarge,
+        Self::Exchange,
+        Self::ExchangeLarge,
+        Self::ExchangeArrive,
+        Self::ExchangeProbe,
     ];
 
     /// The symbol to look up in [`Kernel::module`].
@@ -59,6 +74,10 @@ impl Kernel {
             Self::StridedTileLarge => "strided_tile_large",
             Self::StridedWord => "strided_word",
             Self::StridedWordLarge => "strided_word_large",
+            Self::Exchange => "exchange",
+            Self::ExchangeLarge => "exchange_large",
+            Self::ExchangeArrive => "exchange_arrive",
+            Self::ExchangeProbe => "exchange_probe",
         }
     }
 
@@ -70,6 +89,9 @@ impl Kernel {
             Self::StridedTile | Self::StridedTileLarge | Self::StridedWord | Self::StridedWordLarge => {
                 Module::StridedCopy
             }
+            Self::Exchange | Self::ExchangeLarge | Self::ExchangeArrive | Self::ExchangeProbe => {
+                Module::Exchange
+            }
         }
     }
 
@@ -80,6 +102,10 @@ impl Kernel {
             Self::VectorizedCopy => size_of::<crate::VectorizedCopyParams>(),
             Self::StridedTile | Self::StridedWord => crate::PARAM_BYTES_SMALL,
             Self::StridedTileLarge | Self::StridedWordLarge => crate::PARAM_BYTES_LARGE,
+            Self::Exchange => crate::EXCHANGE_PARAM_BYTES_SMALL,
+            Self::ExchangeLarge => crate::EXCHANGE_PARAM_BYTES_LARGE,
+            Self::ExchangeArrive => size_of::<crate::ExchangeArriveParams>(),
+            Self::ExchangeProbe => size_of::<crate::ExchangeProbeParams>(),
         }
     }
 }

@@ -8,16 +8,21 @@
 //! |---|---|---|
 //! | [`Kernel::VectorizedCopy`] | [`VectorizedCopyParams`] | [`vectorized_copy_geometry`] |
 //! | [`Kernel::StridedTile`] and its kin | [`StridedLaunch::write_params`] | [`StridedCopyPlan::launch`] |
+//! | [`Kernel::Exchange`], [`Kernel::ExchangeLarge`] | [`ExchangeCall::build`] | [`ExchangeGrid::choose`] |
+//! | [`Kernel::ExchangeArrive`] | [`ExchangeArriveParams`] | [`ExchangeArriveParams::GEOMETRY`] |
+//! | [`Kernel::ExchangeProbe`] | [`ExchangeProbeParams`] | [`ExchangeProbeParams::GEOMETRY`] |
 //!
 //! Kernel sources are in `cuda/`; their bodies are tested on the CPU by `tests/host_kernels`.
 #![forbid(unsafe_code)]
 
+mod exchange;
 mod fatbin;
 mod geometry;
 mod kernel;
 mod strided;
 mod vectorized_copy;
 
+pub use exchange::*;
 pub use fatbin::{BuildInfo, available, build_info, fatbin};
 pub use geometry::{GeometryError, LaunchGeometry};
 pub use kernel::{Kernel, Module};

@@ -16,6 +16,7 @@ mod config;
 mod descriptor;
 mod dtype;
 mod error;
+pub mod exchange;
 mod foreign;
 mod ids;
 mod kind;
@@ -36,6 +37,10 @@ pub use config::{LayoutConfig, LayoutConfigBuilder, MAX_ALIGNMENT, MAX_BLOCKS};
 pub use descriptor::{DESCRIPTOR_VERSION, MAX_DESCRIPTOR_BYTES};
 pub use dtype::Dtype;
 pub use error::{LayoutError, PlanError, Side};
+pub use exchange::{
+    CapacityRequest, Contract, ExchangeError, ExchangeOp, ExchangeRequest, GlobalTensor, HeadLayout,
+    MAX_RANKS, MAX_TENSORS, Piece, PieceLoop, RESULT_ALIGN, TensorInput, capacity_for, head_ranges,
+};
 pub use foreign::ForeignArray;
 pub use ids::{BlockId, check_ids};
 pub use kind::{BlockDim, KvOrder, LayoutKind};

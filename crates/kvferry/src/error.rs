@@ -1,10 +1,11 @@
 //! The error type of the crate.
 
 use kvferry_cuda::CudaError;
-use kvferry_host::{ForkError, HostMemoryError, RegionError};
+use kvferry_host::{ForkError, HostMemoryError, RegionError, SharedError};
+use kvferry_layout::exchange::ExchangeError;
 use kvferry_layout::{LayoutError, PlanError};
 
-use crate::all2all::SetupError;
+use crate::all2all::{ExchangeFailure, SetupError};
 use crate::memory::MemoryKind;
 use crate::transfer::{TransferFailure, TransferStrategy};
 use crate::verify::{GuardBreach, Mismatch};
@@ -109,6 +110,40 @@ pub enum Error {
     /// Ranks did not find each other, or could not agree.
     #[error(transparent)]
     Setup(#[from] SetupError),
+    /// The arguments of an all2all call make no contract.
+    #[error(transparent)]
+    Contract(#[from] ExchangeError),
+    /// The all2all communicator is broken; the same until it is reset.
+    #[error(transparent)]
+    Exchange(#[from] ExchangeFailure),
+    /// A result of a call would not fit its buffer.
+    #[error("the result of rank {rank} takes {needed} bytes, the capacity is {capacity}: set capacity_bytes")]
+    Capacity {
+        /// The rank.
+        rank: usize,
+        /// Bytes of its result.
+        needed: u64,
+        /// Bytes of a buffer.
+        capacity: u64,
+    },
+    /// An array of a call that leaves its memory.
+    #[error("tensor {tensor} reaches bytes {start}..{end} of a region of {len} bytes")]
+    ArrayBounds {
+        /// The tensor.
+        tensor: usize,
+        /// First byte.
+        start: i128,
+        /// One past the last byte.
+        end: i128,
+        /// Length of the region.
+        len: u64,
+    },
+    /// The communicator has been closed.
+    #[error("the all2all communicator is closed")]
+    ExchangeClosed,
+    /// Memory shared with other processes could not be had.
+    #[error(transparent)]
+    Shared(#[from] SharedError),
     /// The system refused to start a thread.
     #[error("cannot start a copy thread: {0}")]
     Thread(#[source] std::io::Error),

@@ -4,10 +4,16 @@
 //     tid() nthreads()      thread in its CTA, threads per CTA      (u32)
 //     bid() nblocks()       CTA in the grid, CTAs in the grid       (u32)
 //     sync()                CTA barrier, reached by every thread of the CTA
-//     poll()                one turn of a spin loop: lets whoever is waited for run
+//     sync_or()             the same; says whether any thread brought `true`
+//     spin() poll()         one turn of a loop that waits, short or patient: lets whoever is waited for run
+//     clock()               nanoseconds, to measure waiting with
 //     shared()              the CTA's dynamic shared memory, aligned to 16, uninitialised
 //     load<V>() store<V>()  global memory at a 64-bit address that is a multiple of sizeof(V); a `Hint` may follow V
 //     cas()                 compare-and-swap of a u32 in global memory, relaxed: returns what was there
+//     ticket()              adds 1 to a u32 of this GPU, acquire and release: returns what was there
+// and, for memory that other GPUs or the host write while the kernel runs, at system scope:
+//     load_acquire() store_release() add_release()    of a u64
+//     load_relaxed<V>() store_relaxed() add_relaxed() of a u64; the load also of a u32, or of two u64, each whole
 // and nothing else: no threadIdx, no __shared__ in a body. `DeviceCx` is the GPU's; `HostCx` (cuda/host) runs the
 // same bodies under checks. Bodies write `load<V>(cx, address)`, which spares them `cx.template load<V>(address)`.
 #pragma once
@@ -55,6 +61,11 @@ KVF_HD void store(Cx& cx, u64 address, V value) {
   cx.template store<V, kHint>(address, value);
 }
 
+template <class V, class Cx>
+KVF_HD V load_relaxed(Cx& cx, u64 address) {
+  return cx.template load_relaxed<V>(address);
+}
+
 #if defined(__CUDACC__)
 
 extern __shared__ U128 kvf_dynamic_shared[];
@@ -99,6 +110,34 @@ KVF_GLOBAL_ACCESSES(Hint::kStream, ".cs")
 #undef KVF_GLOBAL_ACCESSES
 #undef KVF_GLOBAL_ACCESS
 
+// Words that others write meanwhile. The clobber keeps the compiler from moving other accesses across.
+template <class V>
+struct Relaxed;
+template <>
+struct Relaxed<u32> {
+  static KVF_HD u32 load(u64 address) {
+    u32 value;
+    asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+    return value;
+  }
+};
+template <>
+struct Relaxed<u64> {
+  static KVF_HD u64 load(u64 address) {
+    u64 value;
+    asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(address) : "memory");
+    return value;
+  }
+};
+template <>
+struct Relaxed<U128> {
+  static KVF_HD U128 load(u64 address) {
+    U128 v;
+    asm volatile("ld.relaxed.sys.global.v2.u64 {%0, %1}, [%2];" : "=l"(v.lo), "=l"(v.hi) : "l"(address) : "memory");
+    return v;
+  }
+};
+
 }  // namespace device
 
 struct DeviceCx {
@@ -107,12 +146,19 @@ struct DeviceCx {
   KVF_HD u32 bid() const { return blockIdx.x; }
   KVF_HD u32 nblocks() const { return gridDim.x; }
   KVF_HD void sync() { __syncthreads(); }
+  KVF_HD bool sync_or(bool mine) { return __syncthreads_or(mine) != 0; }
   KVF_HD void* shared() { return kvf_dynamic_shared; }
 
+  KVF_HD void spin() {}
   KVF_HD void poll() {
 #if defined(__CUDA_ARCH__)
     __nanosleep(32);
 #endif
+  }
+  KVF_HD u64 clock() {
+    u64 now;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+    return now;
   }
 
   template <class V, Hint kHint>
@@ -132,6 +178,39 @@ struct DeviceCx {
                  : "l"(address), "r"(expected), "r"(desired)
                  : "memory");
     return found;
+  }
+
+  KVF_HD u32 ticket(u64 address) {
+    u32 before;
+    asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(address) : "memory");
+    return before;
+  }
+
+  template <class V>
+  KVF_HD V load_relaxed(u64 address) {
+    return device::Relaxed<V>::load(address);
+  }
+
+  KVF_HD void store_relaxed(u64 address, u64 value) {
+    asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
+  }
+
+  KVF_HD void add_relaxed(u64 address, u64 value) {
+    asm volatile("red.relaxed.sys.global.add.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
+  }
+
+  KVF_HD u64 load_acquire(u64 address) {
+    u64 value;
+    asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(address) : "memory");
+    return value;
+  }
+
+  KVF_HD void store_release(u64 address, u64 value) {
+    asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
+  }
+
+  KVF_HD void add_release(u64 address, u64 value) {
+    asm volatile("red.release.sys.global.add.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
   }
 };
 

@@ -16,20 +16,11 @@
 #pragma once
 
 #include "kvferry/copy_run.cuh"
+#include "kvferry/divisor.cuh"
 
 namespace kvferry {
 
 constexpr u32 kStridedLoops = 6;
-
-// n / count for n < 2^31, exactly: shift = ceil(log2 count), mul = ceil(2^(31 + shift) / count).
-struct Divisor {
-  u32 count;
-  u32 mul;
-  u32 shift;
-  u32 reserved;  // 0
-};
-
-KVF_HD u32 divide(u32 n, const Divisor& by) { return u32((u64(n << 1) * by.mul) >> 32) >> by.shift; }
 
 // One loop around a run. All structs of this file are mirrored in crates/kvferry-kernels.
 struct StridedLoopParams {
@@ -100,7 +91,6 @@ using StridedSmall = StridedParams<(4096 - sizeof(StridedHeader)) / 8>;
 using StridedLarge = StridedParams<(32760 - sizeof(StridedHeader)) / 8>;
 
 // X(field, offset) for every struct
-#define KVF_DIVISOR_FIELDS(X) X(count, 0) X(mul, 4) X(shift, 8) X(reserved, 12)
 #define KVF_STRIDED_LOOP_FIELDS(X) X(src_stride, 0) X(dst_stride, 8) X(src_region, 16) X(dst_region, 20) X(steps, 24)
 #define KVF_STRIDED_SIDE_FIELDS(X)                                                                     \
   X(bases, 0) X(start, 8) X(block_stride, 16) X(part_stride, 24) X(ids, 32) X(id_bytes, 40)            \

@@ -1,6 +1,7 @@
 //! Random layouts, each with its oracle.
 #![allow(dead_code, unreachable_pub, reason = "every test file uses a part of it")]
 
+pub mod exchange;
 pub mod pairs;
 
 use kvferry_layout::oracle::OracleLayout;

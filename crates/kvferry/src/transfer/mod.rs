@@ -18,6 +18,7 @@ pub use choose::{Candidate, Choice, HostMode};
 pub use completion::{Outcome, TransferCompleteNotification, TransferFailure, TransferResult};
 pub use context::{TransferContext, TransferContextBuilder};
 pub use executor::execute_cuda_transfer;
+pub(crate) use host::{hint, last_level_cache};
 pub use options::{Dependency, TransferOptions};
 pub use plan::{TransferPlan, plan_layouts};
 pub use route::{IdSource, Route};

@@ -1,0 +1,1 @@
+//! Parameters: what is counted, where it is refused.
