@@ -518,3 +518,18 @@ fn a_forked_child_is_refused() {
         call(&comm, &whole, SendRecvHeads).unwrap();
     });
 }
+
+#[test]
+fn an_endless_timeout_is_a_timeout() {
+    let whole = Whole::new(1, &[3, 2], 6, 8, Dtype::Float16);
+    ranks(
+        2,
+        |builder| builder.timeout(Duration::MAX),
+        |comm| {
+            if comm.rank() == 0 {
+                std::thread::sleep(Duration::from_millis(20));
+            }
+            call(&comm, &whole, SendRecvHeads).unwrap();
+        },
+    );
+}

@@ -270,18 +270,22 @@ impl Mesh {
     }
 
     /// Tells all ranks that have not died, as far as their sockets have room. Never waits.
+    ///
+    /// Those that have left are told too: one that closes waits for the goodbyes of the others.
     pub fn tell(&self, notice: Notice) {
         if self.fork.check().is_ok() {
-            self.send_to_all(&Message::Notice(notice));
+            self.send_to(self.ranks(|life| life != Life::Dead), &Message::Notice(notice));
         }
     }
 
     fn send_to_all(&self, message: &Message) {
+        self.send_to(self.here(), message);
+    }
+
+    fn send_to(&self, ranks: Vec<usize>, message: &Message) {
         let frame = message.encode();
-        // Also those that have said goodbye: they may still listen, and take an end without one for a death.
-        let alive: Vec<bool> = lock(&self.state).peers.iter().map(|peer| peer.life != Life::Dead).collect();
-        for (rank, peer) in self.peers.iter().enumerate().filter(|&(rank, _)| alive[rank]) {
-            if let Some(peer) = peer
+        for rank in ranks {
+            if let Some(peer) = &self.peers[rank]
                 && let Err(error) = peer.socket.try_send(&frame, &[])
             {
                 tracing::debug!(rank, %error, ?message, "could not tell a rank");
@@ -291,8 +295,12 @@ impl Mesh {
 
     /// The other ranks that are here.
     fn here(&self) -> Vec<usize> {
+        self.ranks(|life| life == Life::Here)
+    }
+
+    fn ranks(&self, which: impl Fn(Life) -> bool) -> Vec<usize> {
         let state = lock(&self.state);
-        (0..self.world()).filter(|&rank| rank != self.rank && state.peers[rank].life == Life::Here).collect()
+        (0..self.world()).filter(|&rank| rank != self.rank && which(state.peers[rank].life)).collect()
     }
 
     fn step(

@@ -49,6 +49,68 @@ fn a_killed_rank_is_seen_by_all_while_its_forked_child_lives() {
 }
 
 #[test]
+fn a_kill_is_seen_even_if_a_child_holds_the_sockets() {
+    let _left = Footprint::of_this_process();
+    let path = SoiledPath::new("held");
+    let url = path.url();
+    let mut ranks = [
+        Rank::start(&job(0, 2, &url, "open join watch gather:ready await")),
+        Rank::start(&job(1, 2, &url, "open join gather:ready fork-raw await")),
+    ];
+    ready(&mut ranks[..1], &["open ok", "join ok", "gather ready-of-0", "waiting"]);
+    ready(&mut ranks[1..], &["open ok", "join ok", "gather ready-of-0", "forked", "waiting"]);
+    let start = Instant::now();
+    ranks[1].signal(libc::SIGKILL);
+    let line = ranks[0].says("event Death");
+    assert!(line.contains("peer: 1") && line.contains("how: Exited"), "{line}");
+    assert!(start.elapsed() < SOON, "{:?}", start.elapsed());
+}
+
+#[test]
+fn a_dropped_communicator_is_seen_while_a_forked_child_lives() {
+    let _left = Footprint::of_this_process();
+    let path = SoiledPath::new("dropped");
+    let url = path.url();
+    let mut ranks = [
+        Rank::start(&job(0, 2, &url, "open join watch gather:ready await")),
+        Rank::start(&job(1, 2, &url, "open join gather:ready fork await drop await")),
+    ];
+    ready(&mut ranks[..1], &["open ok", "join ok", "gather ready-of-0", "waiting"]);
+    ready(&mut ranks[1..], &["open ok", "join ok", "gather ready-of-0", "forked", "waiting"]);
+    ranks[1].go();
+    ready(&mut ranks[1..], &["drop ok", "waiting"]);
+    let line = ranks[0].says("event Death");
+    assert!(line.contains("peer: 1") && line.contains("how: HungUp"), "{line}");
+}
+
+#[test]
+fn another_user_is_no_rank() {
+    let _left = Footprint::of_this_process();
+    // SAFETY: no arguments.
+    if unsafe { libc::geteuid() } != 0 {
+        eprintln!("skipped: only root can become another user");
+        return;
+    }
+    let url = free_tcp();
+    let timeout = Duration::from_millis(800);
+    for (zero, one, (found, own)) in [("", "become:65534", (0, 65534)), ("become:65534", "", (65534, 0))] {
+        let scripts = [format!("open {zero} join drop"), format!("open {one} join knock drop")];
+        let mut ranks: Vec<_> =
+            (0..2).map(|rank| Rank::start(&Job { timeout, ..job(rank, 2, &url, &scripts[rank]) })).collect();
+        ranks[1].says("open ok");
+        let line = ranks[1].says(&format!("join failed WrongUser {{ rank: 0, uid: {found}, own: {own} }}"));
+        assert!(line.contains("user"), "{line}");
+        // One that does not care is turned away by the other side.
+        let line = ranks[1].says("knock 3");
+        assert!(line.contains(&format!("this rank runs as user {found}, you as user {own}")), "{line}");
+        ranks[1].says("drop ok");
+        ranks[0].says("open ok");
+        let line = ranks[0].says("join failed Missing { missing: [1]");
+        assert!(line.contains(&format!("turned away process {} of user {own}", ranks[1].pid())), "{line}");
+    }
+}
+
+#[test]
 fn a_step_that_a_killed_rank_is_missing_from_ends_at_once() {
     let _left = Footprint::of_this_process();
     let path = SoiledPath::new("step");

@@ -285,13 +285,13 @@ fn files_of_dead_writers_are_not_read() {
 }
 
 /// What a rank publishes, as its callers read it.
-fn card(store: &Arc<dyn Rendezvous>, name: &str, rank: usize) -> ([u8; 16], PeerAddress) {
+pub(crate) fn card(store: &Arc<dyn Rendezvous>, name: &str, rank: usize) -> ([u8; 16], PeerAddress) {
     let bytes = store.get(&format!("kvferry/{name}/{rank}"), PATIENCE).unwrap();
     (bytes[..16].try_into().unwrap(), PeerAddress::Abstract(bytes[20..].to_vec()))
 }
 
 /// A greeting as another program would forge it.
-fn hello(rank: u32, world: u32, to: u32, token: [u8; 16], name: &str) -> Vec<u8> {
+pub(crate) fn hello(rank: u32, world: u32, to: u32, token: [u8; 16], name: &str) -> Vec<u8> {
     let mut payload = Vec::new();
     for word in [rank, world, to, std::process::id()] {
         payload.extend(word.to_le_bytes());

@@ -1,7 +1,7 @@
 //! Ranks as threads of one process.
 
 use std::os::fd::{AsFd, OwnedFd};
-use std::sync::{Arc, Mutex, mpsc};
+use std::sync::{Arc, Barrier, Mutex, mpsc};
 use std::time::{Duration, Instant};
 
 use kvferry::Error;
@@ -309,10 +309,12 @@ fn watched(mesh: &Arc<Mesh>) -> (Watch, mpsc::Receiver<Event>) {
 #[test]
 fn goodbyes_aborts_and_thread_deaths_are_told_once() {
     let _left = Footprint::of_this_process();
+    // A step would do, but for a rank that is still in it when the first one goes.
+    let all_watch = Barrier::new(4);
     rude_ranks(4, "events", |mesh| {
         let rank = mesh.rank();
         let (watch, events) = watched(&mesh);
-        mesh.gather("watched", &[], PATIENCE).unwrap();
+        all_watch.wait();
         match rank {
             0 => {}
             1 => {
@@ -379,9 +381,10 @@ fn a_goodbye_answered_late_is_no_death() {
 fn a_step_ends_at_once_when_a_rank_leaves_in_it() {
     let _left = Footprint::of_this_process();
     for (watch, goodbye) in [(false, false), (true, false), (false, true), (true, true)] {
+        let ready = Barrier::new(3);
         rude_ranks(3, "leaves", |mesh| {
             let _watch = watch.then(|| Watch::start(&mesh, |_| {}).unwrap());
-            mesh.gather("ready", &[], PATIENCE).unwrap();
+            ready.wait();
             if mesh.rank() == 2 {
                 std::thread::sleep(Duration::from_millis(30));
                 if goodbye {
