@@ -186,7 +186,7 @@ impl Model {
             for lane in 0..self.lanes(source, rank, input) {
                 let found = state[self.shape.cell(rank, usize::from(place), source, usize::from(lane))];
                 let failed = state[self.shape.failed(rank)];
-                self.demand(found == input || failed != 0, Kind::WrongInput, || {
+                self.demand(found == input || failed != 0 && input >= failed, Kind::WrongInput, || {
                     let bytes = bytes_of(found);
                     format!("r{rank} reads its input of call {call}, the result of call {input}, and finds {bytes}")
                 })?;
