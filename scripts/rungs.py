@@ -191,6 +191,11 @@ def soak_rungs() -> Iterator[Rung]:
         off | {"PROPTEST_CASES": "20000"},
     )
     yield Rung(
+        "exchange model, large bounds",
+        [cargo_test("--release", "-p", "kvferry", "--test", "exchange_model")],
+        off | {"KVFERRY_SOAK": "1"},
+    )
+    yield Rung(
         "a million jobs",
         [["cargo", "test", "--release", "-p", "kvferry", "--test", "soak", "--", "--ignored", "--nocapture"]],
         off,
