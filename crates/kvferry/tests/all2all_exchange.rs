@@ -1,4 +1,5 @@
 //! What calls give back, against results computed element by element.
+#![allow(clippy::expect_used, clippy::panic, clippy::unwrap_used, reason = "a failing helper fails its test")]
 
 mod exchange;
 
@@ -45,7 +46,8 @@ fn defaults_need_no_options() {
         let back = CallOptions { num_heads: Some(vec![7]), ..CallOptions::default() };
         let z = comm.gather_heads(&[y.array()], &back).unwrap().remove(0);
         whole.check(GatherHeads, rank, HeadLayout::Bnhd, &z);
-        let all = comm.allgather(&[z.array()], GatherAxis::Tokens, &CallOptions::default()).unwrap().remove(0);
+        let all =
+            comm.allgather(&[z.array()], GatherAxis::Tokens, &CallOptions::default()).unwrap().remove(0);
         whole.check(AllGatherTokens, rank, HeadLayout::Bnhd, &all);
     });
 }
@@ -130,69 +132,81 @@ fn results_are_the_caller_s_across_calls_and_after_close() {
 #[test]
 fn a_full_pool_is_busy_until_a_result_is_dropped() {
     let whole = Whole::new(1, &[3, 3], 4, 8, Dtype::Float16);
-    ranks(2, |builder| builder.buffers(2), |comm| {
-        let rank = comm.rank();
-        let mut held: Vec<_> =
-            (0..2).map(|seed| call(&comm, &whole.seeded(seed), SendRecvHeads).unwrap()).collect();
-        let busy = call(&comm, &whole, SendRecvHeads);
-        assert!(matches!(busy, Err(Error::Busy { limit: 2, .. })), "{busy:?}");
-        // Nothing is broken: rank 1 drops late, rank 0 waits for it in the call.
-        if rank == 1 {
-            std::thread::sleep(std::time::Duration::from_millis(20));
+    ranks(
+        2,
+        |builder| builder.buffers(2),
+        |comm| {
+            let rank = comm.rank();
+            let mut held: Vec<_> =
+                (0..2).map(|seed| call(&comm, &whole.seeded(seed), SendRecvHeads).unwrap()).collect();
             let busy = call(&comm, &whole, SendRecvHeads);
-            assert!(matches!(busy, Err(Error::Busy { .. })));
-        }
-        held.remove(0);
-        held.push(call(&comm, &whole.seeded(7), SendRecvHeads).unwrap());
-        for (seed, result) in [1, 7].into_iter().zip(&held) {
-            whole.seeded(seed).check(SendRecvHeads, rank, HeadLayout::Bnhd, result);
-        }
-        assert_eq!(comm.stats().busy, 1 + rank as u64);
-    });
+            assert!(matches!(busy, Err(Error::Busy { limit: 2, .. })), "{busy:?}");
+            // Nothing is broken: rank 1 drops late, rank 0 waits for it in the call.
+            if rank == 1 {
+                std::thread::sleep(std::time::Duration::from_millis(20));
+                let busy = call(&comm, &whole, SendRecvHeads);
+                assert!(matches!(busy, Err(Error::Busy { .. })));
+            }
+            held.remove(0);
+            held.push(call(&comm, &whole.seeded(7), SendRecvHeads).unwrap());
+            for (seed, result) in [1, 7].into_iter().zip(&held) {
+                whole.seeded(seed).check(SendRecvHeads, rank, HeadLayout::Bnhd, result);
+            }
+            assert_eq!(comm.stats().busy, 1 + rank as u64);
+        },
+    );
 }
 
 #[test]
 fn results_are_copied_out_when_asked_for_or_needed() {
     let whole = Whole::new(2, &[3, 2], 5, 4, Dtype::Float32);
-    ranks(2, |builder| builder.buffers(1), |comm| {
-        let rank = comm.rank();
-        let mut asked = 0;
-        let mut target = |shapes: &[kvferry::all2all::ResultShape]| {
-            asked += 1;
-            let shape = shapes[0];
-            // Padded rows: the copy has to walk.
-            let row = (shape.shape[3] * 4 + 8) as i64;
-            let strides = [row * (shape.shape[1] * shape.shape[2]) as i64, row * shape.shape[2] as i64, row];
-            let region = memory(strides[0] as u64 * shape.shape[0] + 16);
-            let (shape, dtype) = (shape.shape, shape.dtype);
-            Ok(vec![ExchangeArray { region: Region::Host(region), offset: 16, shape, strides, dtype }])
-        };
-        let exchange = |seed: u64, landing: Landing<'_>| {
-            let whole = whole.seeded(seed);
-            let input = whole.input(SendRecvHeads, rank);
-            let options = whole.options(SendRecvHeads, HeadLayout::Bnhd);
-            comm.exchange(SendRecvHeads, &[input.array], &options, landing).unwrap().remove(0)
-        };
-        let held = exchange(1, Landing::PoolOrCopy(&mut target));
-        assert!(!held.copied());
-        let copies = [exchange(2, Landing::PoolOrCopy(&mut target)), exchange(3, Landing::PoolOrCopy(&mut target))];
-        drop(held);
-        let third = exchange(4, Landing::Copy(&mut target));
-        assert_eq!((asked, comm.stats().copied_out, comm.stats().buffers_free), (3, 3, 1));
-        for (seed, result) in [2, 3, 4].into_iter().zip(copies.iter().chain([&third])) {
-            assert!(result.copied());
-            // Gather the padded rows.
-            let expected = whole.seeded(seed).expected(SendRecvHeads, rank, HeadLayout::Bnhd);
-            let [b, n, h, d] = result.shape();
-            let mut all = vec![0; result.region().span().len as usize];
-            result.region().host().unwrap().read(0, &mut all).unwrap();
-            let rows = all[16..].chunks_exact((d * 4 + 8) as usize).take((b * n * h) as usize);
-            let found: Vec<u8> = rows.clone().flat_map(|row| row[..(d * 4) as usize].to_vec()).collect();
-            assert!(found == expected, "rank {rank}, seed {seed}");
-            assert!(rows.flat_map(|row| &row[(d * 4) as usize..]).all(|&byte| byte == POISON));
-            assert!(all[..16].iter().all(|&byte| byte == POISON));
-        }
-    });
+    ranks(
+        2,
+        |builder| builder.buffers(1),
+        |comm| {
+            let rank = comm.rank();
+            let mut asked = 0;
+            let mut target = |shapes: &[kvferry::all2all::ResultShape]| {
+                asked += 1;
+                let shape = shapes[0];
+                // Padded rows: the copy has to walk.
+                let row = (shape.shape[3] * 4 + 8) as i64;
+                let strides =
+                    [row * (shape.shape[1] * shape.shape[2]) as i64, row * shape.shape[2] as i64, row];
+                let region = memory(strides[0] as u64 * shape.shape[0] + 16);
+                let (shape, dtype) = (shape.shape, shape.dtype);
+                Ok(vec![ExchangeArray { region: Region::Host(region), offset: 16, shape, strides, dtype }])
+            };
+            let exchange = |seed: u64, landing: Landing<'_>| {
+                let whole = whole.seeded(seed);
+                let input = whole.input(SendRecvHeads, rank);
+                let options = whole.options(SendRecvHeads, HeadLayout::Bnhd);
+                comm.exchange(SendRecvHeads, &[input.array], &options, landing).unwrap().remove(0)
+            };
+            let held = exchange(1, Landing::PoolOrCopy(&mut target));
+            assert!(!held.copied());
+            let copies = [
+                exchange(2, Landing::PoolOrCopy(&mut target)),
+                exchange(3, Landing::PoolOrCopy(&mut target)),
+            ];
+            drop(held);
+            let third = exchange(4, Landing::Copy(&mut target));
+            assert_eq!((asked, comm.stats().copied_out, comm.stats().buffers_free), (3, 3, 1));
+            for (seed, result) in [2, 3, 4].into_iter().zip(copies.iter().chain([&third])) {
+                assert!(result.copied());
+                // Gather the padded rows.
+                let expected = whole.seeded(seed).expected(SendRecvHeads, rank, HeadLayout::Bnhd);
+                let [b, n, h, d] = result.shape();
+                let mut all = vec![0; result.region().span().len as usize];
+                result.region().host().unwrap().read(0, &mut all).unwrap();
+                let rows = all[16..].chunks_exact((d * 4 + 8) as usize).take((b * n * h) as usize);
+                let found: Vec<u8> = rows.clone().flat_map(|row| row[..(d * 4) as usize].to_vec()).collect();
+                assert!(found == expected, "rank {rank}, seed {seed}");
+                assert!(rows.flat_map(|row| &row[(d * 4) as usize..]).all(|&byte| byte == POISON));
+                assert!(all[..16].iter().all(|&byte| byte == POISON));
+            }
+        },
+    );
 }
 
 #[test]
@@ -227,18 +241,25 @@ fn calls_into_an_output() {
 
 #[test]
 fn an_output_that_one_rank_cannot_have_nobody_gets() {
-    ranks(2, |builder| builder.buffers(1).capacity_bytes(4096), |comm| {
-        let rank = comm.rank() as u64;
-        let made = comm.empty_output(&[([1, 1 + 4096 * rank, 1, 1], Dtype::Int8)], HeadLayout::Bnhd);
-        assert!(matches!(made, Err(Error::Capacity { rank: 1, needed: 4097, capacity: 4096 })), "{made:?}");
-        let first = comm.empty_output(&[([1, 4096, 1, 1], Dtype::Int8)], HeadLayout::Bnhd).unwrap();
-        let held = (rank == 0).then_some(first);
-        let busy = comm.empty_output(&[([1, 1, 1, 1], Dtype::Int8)], HeadLayout::Bnhd);
-        assert!(matches!(busy, Err(Error::Busy { .. })), "{busy:?}");
-        drop(held);
-        comm.empty_output(&[([1, 1, 1, 1], Dtype::Int8)], HeadLayout::Bnhd).unwrap();
-        comm.check().unwrap();
-    });
+    ranks(
+        2,
+        |builder| builder.buffers(1).capacity_bytes(4096),
+        |comm| {
+            let rank = comm.rank() as u64;
+            let made = comm.empty_output(&[([1, 1 + 4096 * rank, 1, 1], Dtype::Int8)], HeadLayout::Bnhd);
+            assert!(
+                matches!(made, Err(Error::Capacity { rank: 1, needed: 4097, capacity: 4096 })),
+                "{made:?}"
+            );
+            let first = comm.empty_output(&[([1, 4096, 1, 1], Dtype::Int8)], HeadLayout::Bnhd).unwrap();
+            let held = (rank == 0).then_some(first);
+            let busy = comm.empty_output(&[([1, 1, 1, 1], Dtype::Int8)], HeadLayout::Bnhd);
+            assert!(matches!(busy, Err(Error::Busy { .. })), "{busy:?}");
+            drop(held);
+            comm.empty_output(&[([1, 1, 1, 1], Dtype::Int8)], HeadLayout::Bnhd).unwrap();
+            comm.check().unwrap();
+        },
+    );
 }
 
 #[test]
@@ -295,21 +316,30 @@ fn two_communicators_do_not_meet() {
 #[test]
 fn callers_of_one_rank_queue() {
     let whole = Whole::new(1, &[3, 2], 4, 8, Dtype::Float16);
-    ranks(2, |builder| builder.buffers(8), |comm| {
-        // The same call from every thread: any order is the same order on both ranks.
-        std::thread::scope(|scope| {
-            for _ in 0..4 {
-                scope.spawn(|| {
-                    for _ in 0..25 {
-                        call(&comm, &whole, SendRecvHeads).unwrap();
-                    }
-                });
-            }
-        });
-        assert_eq!((comm.epoch(), comm.stats().calls), (100, 100));
-        let all = whole.total() * 4 * 8 * 2;
-        assert!(comm.stats().bytes_sent > 0 && comm.stats().bytes_sent < 100 * all);
-    });
+    ranks(
+        2,
+        |builder| builder.buffers(8),
+        |comm| {
+            // The same call from every thread: any order is the same order on both ranks.
+            std::thread::scope(|scope| {
+                for _ in 0..4 {
+                    scope.spawn(|| {
+                        for _ in 0..25 {
+                            call(&comm, &whole, SendRecvHeads).unwrap();
+                        }
+                    });
+                }
+            });
+            assert_eq!((comm.epoch(), comm.stats().calls), (100, 100));
+            let all = whole.total() * 4 * 8 * 2;
+            assert!(comm.stats().bytes_sent > 0 && comm.stats().bytes_sent < 100 * all);
+        },
+    );
+}
+
+/// Whether there is time (`make soak`).
+fn soak() -> bool {
+    std::env::var_os("KVFERRY_SOAK").is_some()
 }
 
 /// Back to back without a pause, with ranks that are late in turn; the next call must never write what is still read.
@@ -340,8 +370,7 @@ fn skewed(calls: u64) {
 
 #[test]
 fn skewed_back_to_back_calls() {
-    let calls = if std::env::var_os("KVFERRY_SOAK").is_some() { 10_000 } else { 300 };
-    skewed(calls);
+    skewed(if soak() { 10_000 } else { 300 });
 }
 
 fn dtypes() -> impl Strategy<Value = Dtype> {
@@ -382,7 +411,7 @@ fn tensors(world: usize) -> impl Strategy<Value = Whole> {
 }
 
 fn calls() -> impl Strategy<Value = (usize, ExchangeOp, HeadLayout, Vec<Whole>, Vec<Strides>)> {
-    (1..7_usize).prop_flat_map(|world| {
+    (1..10_usize).prop_flat_map(|world| {
         let ops = prop::sample::select(&ExchangeOp::ALL[..]);
         let layouts = prop::sample::select(&[HeadLayout::Bnhd, HeadLayout::Bhnd][..]);
         let wholes = prop::collection::vec(tensors(world), 1..4);
@@ -392,7 +421,11 @@ fn calls() -> impl Strategy<Value = (usize, ExchangeOp, HeadLayout, Vec<Whole>, 
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 60, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig {
+        cases: if soak() { 2000 } else { 80 },
+        failure_persistence: None,
+        ..ProptestConfig::default()
+    })]
 
     #[test]
     fn any_call_is_the_permutation_it_should_be((world, op, layout, wholes, placed) in calls()) {

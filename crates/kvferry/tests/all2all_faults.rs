@@ -1,4 +1,5 @@
 //! Ranks that disagree, refuse, are late, abort, go or are made anew: what every rank gets, and how soon.
+#![allow(clippy::expect_used, clippy::panic, clippy::unwrap_used, reason = "a failing helper fails its test")]
 
 mod exchange;
 
@@ -24,6 +25,16 @@ fn failure<T: std::fmt::Debug>(result: kvferry::Result<T>) -> ExchangeFailure {
         Err(Error::Exchange(failure)) => failure,
         other => panic!("expected a failure of the exchange, got {other:?}"),
     }
+}
+
+/// What `check` says once word of a failure elsewhere has come.
+fn hears(comm: &All2All) -> kvferry::Result<()> {
+    let start = Instant::now();
+    while start.elapsed() < SOON {
+        comm.check()?;
+        std::thread::sleep(Duration::from_micros(100));
+    }
+    Ok(())
 }
 
 /// Asserts that the communicator raises `failure` from now on, whatever is called.
@@ -115,7 +126,8 @@ fn results_of_a_failed_call_are_filled() {
     let whole = Whole::new(1, &[3, 2], 4, 8, Dtype::Float16);
     ranks(2, plain, |comm| {
         let rank = comm.rank();
-        let outs = [output(&comm, &whole, SendRecvHeads).unwrap(), output(&comm, &whole, SendRecvHeads).unwrap()];
+        let outs =
+            [output(&comm, &whole, SendRecvHeads).unwrap(), output(&comm, &whole, SendRecvHeads).unwrap()];
         for out in &outs {
             call_into(&comm, &whole, out).unwrap();
         }
@@ -188,19 +200,27 @@ fn too_large_a_result_on_any_rank_is_refused_on_all_naming_bytes() {
     let mut whole = Whole::new(1, &[8, 8, 8], 10, 16, Dtype::Float32);
     whole.ranges = vec![0..1, 1..9, 9..10];
     let needed = 24 * 8 * 16 * 4;
-    ranks(3, |builder| builder.capacity_bytes(needed - 1), |comm| {
-        let refused = call(&comm, &whole, SendRecvHeads);
-        match refused {
-            Err(Error::Capacity { rank: 1, needed: found, capacity }) => {
-                assert_eq!((found, capacity), (needed, needed - 1));
+    ranks(
+        3,
+        |builder| builder.capacity_bytes(needed - 1),
+        |comm| {
+            let refused = call(&comm, &whole, SendRecvHeads);
+            match refused {
+                Err(Error::Capacity { rank: 1, needed: found, capacity }) => {
+                    assert_eq!((found, capacity), (needed, needed - 1));
+                }
+                other => panic!("{other:?}"),
             }
-            other => panic!("{other:?}"),
-        }
-        comm.reset().unwrap();
-    });
-    ranks(3, |builder| builder.capacity_bytes(needed), |comm| {
-        call(&comm, &whole, SendRecvHeads).unwrap();
-    });
+            comm.reset().unwrap();
+        },
+    );
+    ranks(
+        3,
+        |builder| builder.capacity_bytes(needed),
+        |comm| {
+            call(&comm, &whole, SendRecvHeads).unwrap();
+        },
+    );
 }
 
 #[test]
@@ -231,7 +251,8 @@ fn an_output_is_checked() {
             let back = comm.gather_heads(&[result.array()], &whole.options(GatherHeads, HeadLayout::Bnhd));
             let back = back.unwrap().remove(0);
             whole.check(GatherHeads, comm.rank(), HeadLayout::Bnhd, &back);
-            let again = comm.send_recv_heads(&[back.array()], &whole.options(SendRecvHeads, HeadLayout::Bnhd));
+            let again =
+                comm.send_recv_heads(&[back.array()], &whole.options(SendRecvHeads, HeadLayout::Bnhd));
             result = again.unwrap().remove(0);
             whole.check(SendRecvHeads, comm.rank(), HeadLayout::Bnhd, &result);
         }
@@ -243,25 +264,29 @@ fn a_rank_that_does_not_call_is_named_at_the_set_time() {
     let whole = Whole::new(1, &[3, 3, 3], 6, 8, Dtype::Float16);
     let limit = Duration::from_millis(400);
     let over = Barrier::new(3);
-    ranks(3, |builder| builder.timeout(limit), |comm| {
-        call(&comm, &whole, SendRecvHeads).unwrap();
-        let found = if comm.rank() == 2 {
-            over.wait();
-            // It learns what was said of it.
-            failure(comm.check())
-        } else {
-            let start = Instant::now();
-            let found = failure(call(&comm, &whole, SendRecvHeads));
-            let waited = start.elapsed();
-            assert!(waited.as_secs_f64() > 0.9 * limit.as_secs_f64(), "{waited:?}");
-            assert!(waited.as_secs_f64() < 1.1 * limit.as_secs_f64() + 0.05, "{waited:?}");
-            over.wait();
-            found
-        };
-        let ExchangeFailure::PeerTimeout { peer, when, .. } = &found else { panic!("{found}") };
-        assert_eq!((*peer, when.epoch, when.op), (2, 2, Some(SendRecvHeads)));
-        stays_broken(&comm, &found, &whole);
-    });
+    ranks(
+        3,
+        |builder| builder.timeout(limit),
+        |comm| {
+            call(&comm, &whole, SendRecvHeads).unwrap();
+            let found = if comm.rank() == 2 {
+                over.wait();
+                // It learns what was said of it.
+                failure(hears(&comm))
+            } else {
+                let start = Instant::now();
+                let found = failure(call(&comm, &whole, SendRecvHeads));
+                let waited = start.elapsed();
+                assert!(waited.as_secs_f64() > 0.9 * limit.as_secs_f64(), "{waited:?}");
+                assert!(waited.as_secs_f64() < 1.1 * limit.as_secs_f64() + 0.05, "{waited:?}");
+                over.wait();
+                found
+            };
+            let ExchangeFailure::PeerTimeout { peer, when, .. } = &found else { panic!("{found}") };
+            assert_eq!((*peer, when.epoch, when.op), (2, 2, Some(SendRecvHeads)));
+            stays_broken(&comm, &found, &whole);
+        },
+    );
 }
 
 #[test]
@@ -281,10 +306,7 @@ fn the_timeout_can_be_changed_under_a_running_call() {
             });
             assert!(comm.set_timeout(Duration::ZERO).is_err());
         } else {
-            let start = Instant::now();
-            while comm.check().is_ok() && start.elapsed() < SOON {
-                std::thread::sleep(Duration::from_millis(1));
-            }
+            failure(hears(&comm));
         }
     });
 }
@@ -313,6 +335,7 @@ fn an_abort_ends_running_calls_everywhere() {
 #[test]
 fn a_reset_makes_a_broken_communicator_whole() {
     let whole = Whole::new(1, &[3, 2, 1], 6, 8, Dtype::Float16);
+    let called = Barrier::new(3);
     ranks(3, plain, |comm| {
         let rank = comm.rank();
         let held = call(&comm, &whole.seeded(9), SendRecvHeads).unwrap();
@@ -321,6 +344,8 @@ fn a_reset_makes_a_broken_communicator_whole() {
             for seed in 0..round % 4 {
                 call(&comm, &whole.seeded(seed), GatherHeads).unwrap();
             }
+            // An abort may end calls that others have not left.
+            called.wait();
             match round % 3 {
                 0 => {
                     let op = if rank == 1 { SendRecvHeads } else { GatherHeads };
@@ -350,20 +375,24 @@ fn a_reset_makes_a_broken_communicator_whole() {
 #[test]
 fn a_reset_that_not_all_ranks_make_fails_and_may_be_tried_again() {
     let whole = Whole::new(1, &[3, 2], 6, 8, Dtype::Float16);
-    ranks(2, |builder| builder.setup_timeout(Duration::from_millis(300)), |comm| {
-        if comm.rank() == 0 {
-            comm.abort("over").unwrap();
-            let failed = comm.reset();
-            assert!(matches!(failed, Err(Error::Setup(_))), "{failed:?}");
-            assert!(matches!(comm.check(), Err(Error::Exchange(ExchangeFailure::Aborted { .. }))));
-        } else {
-            std::thread::sleep(Duration::from_millis(500));
-            // The other rank's withdrawal was for this step.
-            assert!(comm.reset().is_err());
-        }
-        comm.reset().unwrap();
-        call(&comm, &whole, SendRecvHeads).unwrap();
-    });
+    ranks(
+        2,
+        |builder| builder.setup_timeout(Duration::from_millis(300)),
+        |comm| {
+            if comm.rank() == 0 {
+                comm.abort("over").unwrap();
+                let failed = comm.reset();
+                assert!(matches!(failed, Err(Error::Setup(_))), "{failed:?}");
+                assert!(matches!(comm.check(), Err(Error::Exchange(ExchangeFailure::Aborted { .. }))));
+            } else {
+                std::thread::sleep(Duration::from_millis(500));
+                // The other rank's withdrawal was for this step.
+                assert!(comm.reset().is_err());
+            }
+            comm.reset().unwrap();
+            call(&comm, &whole, SendRecvHeads).unwrap();
+        },
+    );
 }
 
 #[test]
@@ -471,7 +500,12 @@ fn a_forked_child_is_refused() {
             // SAFETY: the child makes calls that end at their first check, an atomic load, and leaves by `_exit`.
             let pid = unsafe { libc::fork() };
             if pid == 0 {
-                let refused = [comm.check().is_err(), comm.reset().is_err(), comm.abort("x").is_err(), comm.close().is_err()];
+                let refused = [
+                    comm.check().is_err(),
+                    comm.reset().is_err(),
+                    comm.abort("x").is_err(),
+                    comm.close().is_err(),
+                ];
                 let code = if refused == [true; 4] { 41 } else { 1 };
                 // SAFETY: ends the child at once, without the harness's handlers.
                 unsafe { libc::_exit(code) };
@@ -483,4 +517,19 @@ fn a_forked_child_is_refused() {
         }
         call(&comm, &whole, SendRecvHeads).unwrap();
     });
+}
+
+#[test]
+fn an_endless_timeout_is_a_timeout() {
+    let whole = Whole::new(1, &[3, 2], 6, 8, Dtype::Float16);
+    ranks(
+        2,
+        |builder| builder.timeout(Duration::MAX),
+        |comm| {
+            if comm.rank() == 0 {
+                std::thread::sleep(Duration::from_millis(20));
+            }
+            call(&comm, &whole, SendRecvHeads).unwrap();
+        },
+    );
 }

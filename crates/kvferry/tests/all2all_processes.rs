@@ -1,4 +1,5 @@
 //! Ranks that are processes, and are killed, stopped or leave: this test binary starts itself again as the ranks.
+#![allow(clippy::expect_used, clippy::panic, clippy::unwrap_used, reason = "a failing helper fails its test")]
 
 mod exchange;
 
@@ -104,7 +105,7 @@ fn child() {
     let failure = loop {
         match comm.send_recv_heads(std::slice::from_ref(&input.array), &options) {
             Ok(results) => {
-                if calls % 64 == 0 {
+                if calls.is_multiple_of(64) {
                     whole.check(SendRecvHeads, rank, HeadLayout::Bnhd, &results[0]);
                 }
             }
@@ -142,21 +143,29 @@ fn child() {
 fn leaks() {
     let whole = Whole::new(1, &[3, 2, 4], 6, 8, Dtype::Float16);
     let round = || {
-        ranks(3, |builder| builder, |comm| {
-            let held = call(&comm, &whole, SendRecvHeads).unwrap();
-            match comm.rank() {
-                0 => comm.close().unwrap(),
-                1 => drop(comm),
-                _ => assert!(comm.close().is_ok()),
-            }
-            drop(held);
-        });
-        ranks(3, |builder| builder, |comm| {
-            if comm.rank() == 1 {
-                comm.abort("over").unwrap();
-            }
-            assert!(call(&comm, &whole, SendRecvHeads).is_err());
-        });
+        ranks(
+            3,
+            |builder| builder,
+            |comm| {
+                let held = call(&comm, &whole, SendRecvHeads).unwrap();
+                match comm.rank() {
+                    0 => comm.close().unwrap(),
+                    1 => drop(comm),
+                    _ => assert!(comm.close().is_ok()),
+                }
+                drop(held);
+            },
+        );
+        ranks(
+            3,
+            |builder| builder,
+            |comm| {
+                if comm.rank() == 1 {
+                    comm.abort("over").unwrap();
+                }
+                assert!(call(&comm, &whole, SendRecvHeads).is_err());
+            },
+        );
     };
     let count = |dir: &str| fs::read_dir(dir).unwrap().count();
     let mapped = || fs::read_to_string("/proc/self/maps").unwrap().matches("kvferry").count();
@@ -250,7 +259,10 @@ impl Place {
 /// Names of ours in /dev/shm.
 fn shm() -> BTreeSet<String> {
     let names = fs::read_dir("/dev/shm").into_iter().flatten().flatten();
-    names.map(|entry| entry.file_name().to_string_lossy().into_owned()).filter(|name| name.contains("kvf")).collect()
+    names
+        .map(|entry| entry.file_name().to_string_lossy().into_owned())
+        .filter(|name| name.contains("kvf"))
+        .collect()
 }
 
 impl Drop for Place {

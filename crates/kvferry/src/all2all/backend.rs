@@ -39,6 +39,7 @@ pub(crate) struct Setup<'a> {
 
 /// One call.
 #[derive(Debug)]
+#[allow(dead_code, reason = "streams, engines and places known to all are for the CUDA backend")]
 pub(crate) struct Launch<'a> {
     /// Contract and pieces. Backends keep what they derive from it in [`Plan::derived`].
     pub(crate) plan: &'a Arc<Plan>,

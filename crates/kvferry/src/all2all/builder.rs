@@ -132,8 +132,12 @@ impl All2AllBuilder {
         self.check_place()?;
         let nowhere = Nowhere;
         let mesh = match &self.rendezvous {
-            None if self.world > 1 => return Err(invalid("rendezvous", "given for more than one rank", "none")),
-            Some(rendezvous) => Mesh::join(self.rank, self.world, &**rendezvous, &self.name, self.setup_timeout)?,
+            None if self.world > 1 => {
+                return Err(invalid("rendezvous", "given for more than one rank", "none"));
+            }
+            Some(rendezvous) => {
+                Mesh::join(self.rank, self.world, &**rendezvous, &self.name, self.setup_timeout)?
+            }
             None => Mesh::join(self.rank, self.world, &nowhere, &self.name, self.setup_timeout)?,
         };
         let connected = self.connect_over(&mesh);
@@ -248,7 +252,8 @@ impl All2AllBuilder {
 
     /// Finds out whether all ranks were built alike; the nonce of the session, which rank 0 drew.
     fn compare(&self, mesh: &Mesh) -> Result<u64> {
-        const NAMES: [&str; 5] = ["protocol version", "world size", "capacity_bytes", "buffers", "device kind"];
+        const NAMES: [&str; 5] =
+            ["protocol version", "world size", "capacity_bytes", "buffers", "device kind"];
         let kind = match self.device {
             ExchangeDevice::Cpu => 0,
             ExchangeDevice::Gpu(_) => 1,
@@ -261,7 +266,8 @@ impl All2AllBuilder {
             for (index, name) in NAMES.iter().enumerate() {
                 let (theirs, first) = (said(rank, index), said(0, index));
                 if theirs != first || theirs.is_none() {
-                    let text = |value: Option<u64>| value.map_or("nothing".to_owned(), |value| value.to_string());
+                    let text =
+                        |value: Option<u64>| value.map_or("nothing".to_owned(), |value| value.to_string());
                     let reason = format!("its {name} is {}, that of rank 0 is {}", text(theirs), text(first));
                     return Err(SetupError::Disagree { rank, reason }.into());
                 }

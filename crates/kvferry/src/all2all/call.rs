@@ -125,8 +125,7 @@ impl Shared {
             Landing::Copy(target) => (Some(target), false),
         };
         if pool_first {
-            let capture =
-                self.backend.capture(options.stream).map_err(|error| (Refusal::Device, error))?;
+            let capture = self.backend.capture(options.stream).map_err(|error| (Refusal::Device, error))?;
             if let Some(lease) = self.pool.take(capture) {
                 return Ok(Some(Landed { place: lease.place(), lease: Some(lease), into: None }));
             }
@@ -160,7 +159,8 @@ impl Shared {
     }
 
     fn check_output(&self, calls: &Calls, plan: &Plan, out: &OutputShared) -> Result<()> {
-        let invalid = |expected: String, value: String| Error::InvalidOption { option: "out", expected, value };
+        let invalid =
+            |expected: String, value: String| Error::InvalidOption { option: "out", expected, value };
         if !out.lease.is_of(&self.pool) || out.nonce != calls.nonce {
             let expected = "made by this communicator, since its last reset".to_owned();
             return Err(invalid(expected, format!("output {}", out.id)));
@@ -292,11 +292,17 @@ fn check_bounds(index: usize, array: &ExchangeArray) -> Result<()> {
 fn warn_once_of_copies(buffers: u32) {
     static WARNED: AtomicBool = AtomicBool::new(false);
     if !WARNED.swap(true, Ordering::Relaxed) {
-        tracing::warn!(buffers, "results are held in every buffer of an all2all pool: results are copied out");
+        tracing::warn!(
+            buffers,
+            "results are held in every buffer of an all2all pool: results are copied out"
+        );
     }
 }
 
 /// The kind of memory that a backend is given by mistake.
 pub(super) fn wrong_memory(region: &Region, device: ExchangeDevice) -> Error {
-    unsupported(&format!("an array in {} memory", region.kind()), &format!("the communicator is for {device}"))
+    unsupported(
+        &format!("an array in {} memory", region.kind()),
+        &format!("the communicator is for {device}"),
+    )
 }

@@ -65,7 +65,10 @@ pub(crate) fn judge(headers: &[Header], reach: &[u64], pool_bytes: u64) -> Optio
         } else {
             difference(headers[norm].digest, headers[peer].digest)
         };
-        return Some((peer, FaultKind::Mismatch { reason: format!("it differs from rank {norm} in {what}") }));
+        return Some((
+            peer,
+            FaultKind::Mismatch { reason: format!("it differs from rank {norm} in {what}") },
+        ));
     }
     let outside = headers.iter().zip(reach).position(|(header, &reach)| {
         !header.place.is_multiple_of(LANDING_ALIGN)
@@ -183,7 +186,7 @@ mod tests {
         assert_eq!(judge(&headers, &reach, 4096), None);
         headers[2].place = 4096;
         assert_eq!(judge(&headers, &reach, 4096), Some((2, FaultKind::BadPlace { place: 4096 })));
-        headers[2].place = u64::MAX & !15;
+        headers[2].place = !15;
         assert!(judge(&headers, &reach, 4096).is_some());
         assert_eq!(judge(&headers, &[16, 16, 0], 4096).map(|(peer, _)| peer), Some(2));
     }

@@ -112,6 +112,7 @@ pub struct Output {
 }
 
 #[derive(Debug)]
+#[allow(dead_code, reason = "places known to all are for copy engines")]
 pub(crate) struct OutputShared {
     /// The same on every rank; part of the contract hash.
     pub(crate) id: u64,

@@ -166,7 +166,8 @@ impl Whole {
         for b in 0..shape[0] {
             for n in 0..shape[1] {
                 for h in 0..shape[2] {
-                    let at = start as i64 + b as i64 * strides[0] + n as i64 * strides[1] + h as i64 * strides[2];
+                    let at =
+                        start as i64 + b as i64 * strides[0] + n as i64 * strides[1] + h as i64 * strides[2];
                     let into = &mut image[at as usize..at as usize + row_bytes];
                     self.row(b, tokens.start + n, heads.start + h, into);
                 }
@@ -174,13 +175,8 @@ impl Whole {
         }
         let region = memory(len);
         region.write(0, &image).unwrap();
-        let array = ExchangeArray {
-            region: Region::Host(region),
-            offset: start,
-            shape,
-            strides,
-            dtype: self.dtype,
-        };
+        let array =
+            ExchangeArray { region: Region::Host(region), offset: start, shape, strides, dtype: self.dtype };
         Input { array, image }
     }
 
@@ -230,7 +226,12 @@ impl Whole {
         let (found, expected) = (bytes(result), self.expected(op, rank, layout));
         assert_eq!(found.len(), expected.len());
         if let Some(at) = found.iter().zip(&expected).position(|(found, expected)| found != expected) {
-            panic!("{op} on rank {rank}: byte {at} of {} is {:#x}, not {:#x}", found.len(), found[at], expected[at]);
+            panic!(
+                "{op} on rank {rank}: byte {at} of {} is {:#x}, not {:#x}",
+                found.len(),
+                found[at],
+                expected[at]
+            );
         }
     }
 
