@@ -78,7 +78,9 @@ def _exchange(
             comm._refuse(operation, str(error))
         raise
     record = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given)
-    results = _op(given, comm._handle, operation, layout, tokens, totals, _flat(splits), num_sms, record)
+    # An empty list would be taken for one of tensors.
+    numbers = tokens or None, totals or None, _flat(splits) or None
+    results = _op(given, comm._handle, operation, layout, *numbers, num_sms, record)
     return results[0] if single else tuple(results)
 
 
@@ -149,7 +151,8 @@ def _flat(splits: Splits) -> list[int]:
     return [border for each in splits for split in each for border in (split.start, split.stop)]
 
 
-def _unflat(borders: Sequence[int], world: int) -> Splits:
+def _unflat(borders: Sequence[int] | None, world: int) -> Splits:
+    borders = borders or []
     pairs = [range(borders[at], borders[at + 1]) for at in range(0, len(borders), 2)]
     return [pairs[at : at + world] for at in range(0, len(pairs), world)]
 
@@ -169,14 +172,14 @@ def _op(
     comm: int,
     operation: str,
     layout: str,
-    tokens: Sequence[int],
-    totals: Sequence[int],
-    splits: Sequence[int],
+    tokens: Optional[Sequence[int]],  # noqa: UP045
+    totals: Optional[Sequence[int]],  # noqa: UP045
+    splits: Optional[Sequence[int]],  # noqa: UP045
     num_sms: Optional[int],  # noqa: UP045
     copy: bool,
 ) -> list[torch.Tensor]:
     found = communicator(comm)
-    options = _said(found.world_size, operation, tokens, totals, splits)
+    options = _said(found.world_size, tokens, totals, splits)
     inputs = tuple(_packed(tensor.detach()) for tensor in tensors)
     if operation in (_SEND, _GATHER):
         results = getattr(found, operation)(inputs, layout=layout, num_sms=num_sms, **options)
@@ -188,9 +191,7 @@ def _op(
     return list(results)
 
 
-def _said(
-    world: int, operation: str, tokens: Sequence[int], totals: Sequence[int], splits: Sequence[int]
-) -> dict[str, Any]:
+def _said(world: int, tokens: Any, totals: Any, splits: Any) -> dict[str, Any]:
     """The operator's numbers as the options of a call."""
     options: dict[str, Any] = {}
     if tokens:
@@ -227,7 +228,7 @@ def _fake(
     results = []
     for index, tensor in enumerate(tensors):
         shape = list(tensor.shape)
-        counts = tokens[index * world : (index + 1) * world]
+        counts = (tokens or [])[index * world : (index + 1) * world]
         if operation in (_SEND, _TOKENS):
             shape[of_tokens] = sum(counts)
         elif operation == _GATHER:
@@ -256,9 +257,7 @@ def _backward(ctx: Any, grads: Any) -> Any:
     of_heads, splits = _head_axis(ctx.layout), _unflat(ctx.splits, world)
 
     def call(operation: str, tensors: Any, layout: str, tokens: Any, totals: Any, splits: Splits) -> Any:
-        return _op(
-            tensors, ctx.comm, operation, layout, tokens, totals, _flat(splits), ctx.num_sms, True
-        )
+        return _op(tensors, ctx.comm, operation, layout, tokens, totals, _flat(splits), ctx.num_sms, True)
 
     if ctx.operation == _SEND:
         back = _summed_over_copies(call, ctx, full, splits, of_heads)
