@@ -113,3 +113,58 @@ pub(crate) fn image(result: &ExchangeResult) -> Vec<u8> {
     region.read(0, &mut bytes).unwrap();
     bytes
 }
+
+/// A function of the loaded driver that the library has no use for.
+///
+/// # Safety
+/// `F` is a pointer to a function of its type.
+unsafe fn symbol<F: Copy>(name: &std::ffi::CStr) -> Option<F> {
+    // SAFETY: the driver is loaded already; this only names it again.
+    let library = unsafe { libc::dlopen(c"libcuda.so.1".as_ptr(), libc::RTLD_NOW) };
+    // SAFETY: a handle of dlopen, or null, and a name that ends with a null.
+    let found = unsafe { libc::dlsym(library, name.as_ptr()) };
+    assert_eq!(size_of::<F>(), size_of_val(&found));
+    // SAFETY: the caller vouches for the type.
+    (!found.is_null()).then(|| unsafe { std::mem::transmute_copy(&found) })
+}
+
+/// How many things of a kind the simulated driver holds.
+pub(crate) fn live(kind: &std::ffi::CStr) -> Option<u64> {
+    type Live = unsafe extern "C" fn(*const std::ffi::c_char) -> u64;
+    // SAFETY: the type is the simulation's.
+    let live = unsafe { symbol::<Live>(c"kvferryFakeLive") }?;
+    // SAFETY: a text that ends with a null.
+    Some(unsafe { live(kind.as_ptr()) })
+}
+
+/// Holds a stream until opened or dropped: what is put on it later waits.
+pub(crate) struct Hold {
+    flag: kvferry::cuda::PinnedBuffer,
+}
+
+impl Hold {
+    pub(crate) fn on(gpu: &Gpu, stream: &Stream) -> Hold {
+        type Wait = unsafe extern "C" fn(*mut std::ffi::c_void, u64, u32, u32) -> i32;
+        let flag = kvferry::cuda::PinnedBuffer::new(4096, gpu.ordinal()).unwrap();
+        // SAFETY: a whole, aligned word of the buffer.
+        unsafe { flag.as_ptr().cast::<u32>().write_volatile(0) };
+        // SAFETY: the type is the driver's (cuStreamWaitValue32_v2).
+        let wait = unsafe { symbol::<Wait>(c"cuStreamWaitValue32_v2") }.unwrap();
+        let handle = std::ptr::with_exposed_provenance_mut(stream.handle().raw() as usize);
+        let _current = gpu.enter().unwrap();
+        // SAFETY: the stream exists; the word is pinned and outlives the wait, which dropping ends. 1: equal.
+        assert_eq!(unsafe { wait(handle, flag.device_addr(), 1, 1) }, 0);
+        Hold { flag }
+    }
+
+    pub(crate) fn open(&self) {
+        // SAFETY: as above.
+        unsafe { self.flag.as_ptr().cast::<u32>().write_volatile(1) };
+    }
+}
+
+impl Drop for Hold {
+    fn drop(&mut self) {
+        self.open();
+    }
+}

@@ -25,7 +25,7 @@ pub(in crate::all2all) fn connect(setup: &Setup<'_>, ordinal: u32) -> Result<Arc
     // The probe needs room in the pools.
     let pool_bytes = setup.pool_bytes.max(PROBE_BYTES * setup.world as u64);
     let Mapped { own, peers, transport } = map(&Setup { pool_bytes, ..*setup }, &gpu)?;
-    let members = (0..setup.world).filter(|&rank| near::find(setup.mesh.nonce(), rank).is_some());
+    let members = (0..setup.world).filter(|&rank| setup.mesh.same_process(rank));
     let members = members.fold(0_u64, |bits, rank| bits | 1 << rank);
     let gate = near::gate(setup.mesh.nonce(), members);
 

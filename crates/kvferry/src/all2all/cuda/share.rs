@@ -1,11 +1,13 @@
 //! How ranks come to reach one another's memory: file descriptors of device memory, or CUDA IPC where those cannot be.
 
+use std::os::fd::{AsFd, OwnedFd};
 use std::sync::{Arc, Mutex};
 
 use kvferry_cuda::{CudaError, ExchangeMemory, Gpu, IpcHandle, PeerMemory, vmm_supported};
 
 use super::near;
 use crate::all2all::backend::{Setup, Transport};
+use crate::all2all::mesh::Part;
 use crate::all2all::setup::SetupError;
 use crate::error::{Error, Result};
 use crate::transfer::lock;
@@ -90,89 +92,81 @@ fn wish(setup: &Setup<'_>) -> Result<Option<Way>> {
 
 type Memories = (Arc<ExchangeMemory>, Vec<PeerMemory>);
 
-/// All ranks succeed, or all are told why not: outside, in a way that no other way will cure; inside, otherwise.
-fn try_way(setup: &Setup<'_>, gpu: &Arc<Gpu>, way: Way) -> Result<std::result::Result<Memories, String>> {
-    let session = setup.mesh.nonce();
-    let own = match vote(setup, "memory", allocate(setup, gpu, way))? {
-        Ok(own) => own,
-        Err(why) => return Ok(Err(why)),
-    };
-    near::announce(session, setup.rank, &own);
-    let mapped = exchange(setup, gpu, way, &own);
-    // The memory of a failed try is freed once nobody maps it: all have let go when all have voted.
-    Ok(vote(setup, "mapping", mapped)?.map(|peers| (own, peers)))
+/// This rank's memory, and what tells other processes of it.
+struct Offer {
+    own: Arc<ExchangeMemory>,
+    fd: Option<OwnedFd>,
+    /// Length of the allocation, then an IPC handle if that is the way.
+    message: Vec<u8>,
 }
 
-fn allocate(
-    setup: &Setup<'_>,
-    gpu: &Arc<Gpu>,
-    way: Way,
-) -> std::result::Result<Arc<ExchangeMemory>, Obstacle> {
-    let made = match way {
-        Way::Vmm => vmm_supported(gpu.ordinal()).and_then(|()| ExchangeMemory::shareable(gpu, setup.pool_bytes)),
-        Way::Ipc => ExchangeMemory::plain(gpu, setup.pool_bytes),
+/// All ranks succeed, or all are told why not: outside, in a way that no other way will cure; inside, otherwise.
+fn try_way(setup: &Setup<'_>, gpu: &Arc<Gpu>, way: Way) -> Result<std::result::Result<Memories, String>> {
+    let offer = match vote(setup, "memory", offer(setup, gpu, way))? {
+        Ok(offer) => offer,
+        Err(why) => return Ok(Err(why)),
     };
-    made.map_err(|error| match error {
+    // Threads find it before anybody can have agreed on what comes next.
+    near::announce(setup.mesh.nonce(), setup.rank, &offer.own);
+    let fd = offer.fd.as_ref().map(AsFd::as_fd);
+    let parts = setup.mesh.swap("handles", &offer.message, fd, setup.patience)?;
+    let mapped = (0..setup.world).map(|rank| map_one(setup, gpu, way, rank, parts.get(rank)));
+    // The memory of a failed try is freed once nobody maps it: all have let go when all have voted.
+    let mapped = mapped.collect::<std::result::Result<Vec<_>, _>>();
+    Ok(vote(setup, "mapping", mapped)?.map(|peers| (offer.own, peers)))
+}
+
+fn offer(setup: &Setup<'_>, gpu: &Arc<Gpu>, way: Way) -> std::result::Result<Offer, Obstacle> {
+    // A lone rank, or threads, need not share with anybody outside.
+    let far = (0..setup.world).any(|rank| !setup.mesh.same_process(rank));
+    let made = || -> std::result::Result<Offer, CudaError> {
+        let own = match way {
+            Way::Vmm => {
+                vmm_supported(gpu.ordinal())?;
+                ExchangeMemory::shareable(gpu, setup.pool_bytes)?
+            }
+            Way::Ipc => ExchangeMemory::plain(gpu, setup.pool_bytes)?,
+        };
+        let fd = if far && way == Way::Vmm { Some(own.export()?) } else { None };
+        let handle = if far && way == Way::Ipc { encode(&own.ipc()?) } else { Vec::new() };
+        let message = [&own.len().to_le_bytes()[..], &handle].concat();
+        Ok(Offer { own, fd, message })
+    };
+    made().map_err(|error| match error {
         CudaError::OutOfMemory { .. } => Obstacle::All(error.into()),
         other => Obstacle::Way(other.into()),
     })
 }
 
-fn exchange(
+fn map_one(
     setup: &Setup<'_>,
     gpu: &Arc<Gpu>,
     way: Way,
-    own: &Arc<ExchangeMemory>,
-) -> std::result::Result<Vec<PeerMemory>, Obstacle> {
-    let far = (0..setup.world).any(|rank| near::find(setup.mesh.nonce(), rank).is_none());
-    // What this rank has to give; nothing if it failed, so that the others do not wait.
-    let (fd, handle, failed) = match way {
-        Way::Vmm if far => match own.export() {
-            Ok(fd) => (Some(fd), Vec::new(), None),
-            Err(error) => (None, Vec::new(), Some(error)),
-        },
-        Way::Ipc if far => match own.ipc() {
-            Ok(handle) => (None, encode(&handle), None),
-            Err(error) => (None, Vec::new(), Some(error)),
-        },
-        Way::Vmm | Way::Ipc => (None, Vec::new(), None),
-    };
-    let fd_ref = fd.as_ref().map(std::os::fd::AsFd::as_fd);
-    let message = [&own.len().to_le_bytes()[..], &handle].concat();
-    let parts = setup.mesh.swap("handles", &message, fd_ref, setup.patience);
-    if let Some(error) = failed {
-        return Err(Obstacle::Way(error.into()));
-    }
-    let parts = parts.map_err(|error| Obstacle::All(error.into()))?;
-    let mut peers = Vec::with_capacity(setup.world);
-    for (rank, part) in parts.iter().enumerate() {
-        let peer = match near::find(setup.mesh.nonce(), rank) {
+    rank: usize,
+    part: Option<&Part>,
+) -> std::result::Result<PeerMemory, Obstacle> {
+    let disagree = |reason: String| Obstacle::Way(SetupError::Disagree { rank, reason }.into());
+    let mapped = if setup.mesh.same_process(rank) {
+        match near::find(setup.mesh.nonce(), rank) {
             Some(memory) => PeerMemory::near(&memory, gpu),
-            None => {
-                let nothing = |what: &str| {
-                    let reason = format!("it sent no {what}");
-                    Obstacle::Way(SetupError::Disagree { rank, reason }.into())
-                };
-                let len = part.bytes.first_chunk().map(|len| u64::from_le_bytes(*len));
-                let len = len.ok_or_else(|| nothing("length"))?;
-                match way {
-                    Way::Vmm => {
-                        let fd = part.fd.as_ref().ok_or_else(|| nothing("descriptor"))?;
-                        PeerMemory::import(std::os::fd::AsFd::as_fd(fd), len, setup.pool_bytes, gpu)
-                    }
-                    Way::Ipc => {
-                        let handle = decode(part.bytes.get(8..).unwrap_or_default(), len);
-                        PeerMemory::open(&handle.ok_or_else(|| nothing("handle"))?, setup.pool_bytes, gpu)
-                    }
-                }
+            None => return Err(disagree("its memory is gone".to_owned())),
+        }
+    } else {
+        let nothing = || disagree("its part is malformed".to_owned());
+        let part = part.ok_or_else(nothing)?;
+        let len = part.bytes.first_chunk().map(|len| u64::from_le_bytes(*len)).ok_or_else(nothing)?;
+        match way {
+            Way::Vmm => {
+                let fd = part.fd.as_ref().ok_or_else(nothing)?;
+                PeerMemory::import(fd.as_fd(), len, setup.pool_bytes, gpu)
             }
-        };
-        peers.push(peer.map_err(|error| {
-            let reason = format!("its memory cannot be mapped: {error}");
-            Obstacle::Way(SetupError::Disagree { rank, reason }.into())
-        })?);
-    }
-    Ok(peers)
+            Way::Ipc => {
+                let handle = decode(part.bytes.get(8..).unwrap_or_default(), len).ok_or_else(nothing)?;
+                PeerMemory::open(&handle, setup.pool_bytes, gpu)
+            }
+        }
+    };
+    mapped.map_err(|error| disagree(format!("its memory cannot be mapped: {error}")))
 }
 
 fn encode(handle: &IpcHandle) -> Vec<u8> {
@@ -236,7 +230,7 @@ pub(super) fn agreed<T>(setup: &Setup<'_>, stage: &str, outcome: Result<T>) -> R
 }
 
 fn all_near(setup: &Setup<'_>) -> bool {
-    (0..setup.world).all(|rank| near::find(setup.mesh.nonce(), rank).is_some())
+    (0..setup.world).all(|rank| setup.mesh.same_process(rank))
 }
 
 fn name_of(setup: &Setup<'_>, way: Way) -> &'static str {
