@@ -22,6 +22,7 @@ from kvferry.bench.all2all.plan import GRAPH_CALLS
 from kvferry.bench.all2all.results import Record, ours
 
 if TYPE_CHECKING:
+    from kvferry.bench.all2all.cells import Cell
     from kvferry.bench.all2all.clock import Clock, Times
     from kvferry.bench.all2all.data import Maths
     from kvferry.bench.all2all.device import Device
@@ -57,20 +58,23 @@ class Exchanges:
 
     def run(self, task: Task) -> None:
         """Every way of a task."""
-        seat, rank = self._seat, self._seat.meeting.rank
-        with self._device.on():
-            ground = Ground(self._maths, task.cell, rank, seat.options.seed)
-        self._device.settle()
+        ground = self._laid(task.cell)
         for way in task.ways:
             part = ground
             if way.startswith("only "):
-                part = Ground(self._maths, cells.alone(task.cell, int(way[5:])), rank, seat.options.seed)
+                part = self._laid(cells.alone(task.cell, int(way[5:])))
             record = self._way(task, part, way)
             # The input is its own after every way, and the words around it.
             with self._device.on():
                 record.wrong = record.wrong or part.intact()
-            seat.write(record)
+            self._seat.write(record)
         free(self._device)
+
+    def _laid(self, cell: Cell) -> Ground:
+        with self._device.on():
+            ground = Ground(self._maths, cell, self._seat.meeting.rank, self._seat.options.seed)
+        self._device.settle()
+        return ground
 
     def _way(self, task: Task, ground: Ground, way: str) -> Record:
         seat, device = self._seat, self._device

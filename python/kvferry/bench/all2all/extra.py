@@ -109,6 +109,7 @@ class Beside:
         a, b = (torch.randn(side, side, device=device.name).to(torch.bfloat16) for _ in range(2))
         out, stream = torch.empty_like(a), device.side()
         first, last, moved = device.marks(3)
+        device.settle()
 
         def products(call: Callable[[], Any], count: int) -> dict[str, float]:
             self._seat.meeting.gather("products")
