@@ -77,9 +77,9 @@ class FakeCx {
     __atomic_compare_exchange_n(word, &expected, desired, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED);
     return expected;
   }
-  u32 ticket(u64 address) {
+  u32 ticket(u64 address, u32 value) {
     look(address, sizeof(u32), true);
-    return __atomic_fetch_add(reinterpret_cast<u32*>(bytes_of(address)), 1, __ATOMIC_ACQ_REL);
+    return __atomic_fetch_add(reinterpret_cast<u32*>(bytes_of(address)), value, __ATOMIC_ACQ_REL);
   }
 
   // Stronger than on a GPU, where the start and the end of a kernel order what these do not.

@@ -61,8 +61,8 @@ class HostCx {
   u32 cas(u64 address, u32 expected, u32 desired) {
     return change<u32>(address, [=](u32 found) { return found == expected ? desired : found; });
   }
-  u32 ticket(u64 address) {
-    return change<u32>(address, [](u32 found) { return found + 1; });
+  u32 ticket(u64 address, u32 value) {
+    return change<u32>(address, [=](u32 found) { return found + value; });
   }
   void add_relaxed(u64 address, u64 value) {
     change<u64>(address, [=](u64 found) { return found + value; });
