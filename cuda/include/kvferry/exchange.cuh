@@ -201,15 +201,11 @@ KVF_HD void exchange(Cx& cx, const Params& p) {
     const u32 target = target_of(p, lane);
     const bool mine = target == h.rank;
     if ((h.flags & (mine ? kOwn : kPush)) == 0) continue;
+    if (!mine && !read) read_headers(target);
+    if (stop) continue;
     const ExchangePeer& peer = p.peer[target];
-    bool told = mine || read;
-    copy_lane(cx, p, peer, lane - peer.first_lane, [&](u64& place) {
-      if (!told) read_headers(target);
-      told = true;
-      place = mine ? own.pool + h.place : static_cast<u64*>(cx.shared())[target];
-      return !stop;
-    });
-    if (mine || stop) continue;
+    copy_lane(cx, p, peer, lane - peer.first_lane, mine ? own.pool + h.place : static_cast<u64*>(cx.shared())[target]);
+    if (mine) continue;
     if (Rules::kSignalsAfter) cx.sync();
     if (tid == 0) cx.add_release(peer.control + arrival_at(epoch, h.rank), 1);
   }

@@ -58,8 +58,33 @@ KVF_HD void store_word(Cx& cx, u64 address, U128 value, u32 shift) {
   store<u8, Hint::kStream>(cx, address, u8(value.lo));
 }
 
-// How a thread goes through several chunks of an item that most calls are made of: words of 16 bytes, at most two loops, and all of it near enough to the
-// first word that offsets in words have 32 bits. It goes from word to word without dividing.
+// One chunk: words `first + u * nthreads + tid`. Two loads are on their way before the first store waits for one: with more,
+// the registers would not do, and it is the arithmetic that takes the time.
+template <class Cx>
+KVF_HD void copy_chunk(Cx& cx, const ExchangeItem& item, u64 place, u32 first) {
+  constexpr u32 kUnits = 2;
+  KVF_NO_UNROLL
+  for (u32 round = 0; round < kExchangeUnits; round += kUnits) {
+    U128 value[kUnits];
+    u64 to[kUnits];
+    KVF_UNROLL
+    for (u32 u = 0; u < kUnits; ++u) {
+      const u32 word = first + (round + u) * cx.nthreads() + cx.tid();
+      if (word >= item.words) continue;
+      const ExchangeEnds ends = word_ends(item, word);
+      value[u] = load_word(cx, ends.src, item.word_shift);
+      to[u] = place + ends.dst;
+    }
+    KVF_UNROLL
+    for (u32 u = 0; u < kUnits; ++u) {
+      const u32 word = first + (round + u) * cx.nthreads() + cx.tid();
+      if (word < item.words) store_word(cx, to[u], value[u], item.word_shift);
+    }
+  }
+}
+
+// The same for items that most calls are made of: words of 16 bytes, at most two loops, and all of it near enough to the
+// first word that offsets in words have 32 bits. A thread goes from word to word without dividing.
 struct ExchangeWalk {
   u32 word;
   u32 column;  // in the run
@@ -175,12 +200,9 @@ KVF_HD void copy_walk(Cx& cx, const ExchangeItem& item, u64 place, u32 first, u3
   }
 }
 
-// Lane `lane` of a target, by all threads of the CTA. A lane takes neighbouring chunks: words `first + u * nthreads + tid`. All
-// loads of a chunk are on their way before the first store waits for one. `place_of(place)` is asked between the two, so
-// that a lane of one chunk, as small calls have them, loads while headers are on their way; it says where the target wants
-// its bytes, or false to give up.
-template <class Params, class Cx, class PlaceOf>
-KVF_HD void copy_lane(Cx& cx, const Params& p, const ExchangePeer& target, u32 lane, PlaceOf place_of) {
+// Lane `lane` of a target, by all threads of the CTA. `place`: the address of its landing place.
+template <class Params, class Cx>
+KVF_HD void copy_lane(Cx& cx, const Params& p, const ExchangePeer& target, u32 lane, u64 place) {
   const u32 last = target.first_item + target.items - 1;
   u32 i = target.first_item;
   u32 chunk = u32(u64(target.chunks) * lane / target.lanes);
@@ -191,31 +213,15 @@ KVF_HD void copy_lane(Cx& cx, const Params& p, const ExchangePeer& target, u32 l
     while (i < last && chunk >= p.item[i + 1].first_chunk) ++i;
     const ExchangeItem& item = p.item[i];
     const u32 first = (chunk - item.first_chunk) * cx.nthreads() * kExchangeUnits;
-    const u32 until = i < last && p.item[i + 1].first_chunk < end ? p.item[i + 1].first_chunk : end;
-    const bool walk = until - chunk > 1 && walkable(item);
-    U128 value[kExchangeUnits];
-    u64 to[kExchangeUnits];
-    KVF_UNROLL
-    for (u32 u = 0; u < kExchangeUnits; ++u) {
-      const u32 word = first + u * cx.nthreads() + cx.tid();
-      if (walk || word >= item.words) continue;
-      const ExchangeEnds ends = word_ends(item, word);
-      value[u] = load_word(cx, ends.src, item.word_shift);
-      to[u] = ends.dst;
+    u32 count = 1;
+    if (walkable(item)) {
+      count = end - chunk;
+      if (i < last && p.item[i + 1].first_chunk < end) count = p.item[i + 1].first_chunk - chunk;
+      copy_walk(cx, item, place, first, count);
+    } else {
+      copy_chunk(cx, item, place, first);
     }
-    u64 place = 0;
-    if (!place_of(place)) return;
-    if (walk) {
-      copy_walk(cx, item, place, first, until - chunk);
-      chunk = until;
-      continue;
-    }
-    KVF_UNROLL
-    for (u32 u = 0; u < kExchangeUnits; ++u) {
-      const u32 word = first + u * cx.nthreads() + cx.tid();
-      if (word < item.words) store_word(cx, place + to[u], value[u], item.word_shift);
-    }
-    ++chunk;
+    chunk += count;
   }
 }
 
