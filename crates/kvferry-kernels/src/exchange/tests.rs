@@ -327,13 +327,14 @@ fn grids_are_those_that_were_measured() {
         let grid = ExchangeGrid::choose(&[per_rank / 2, per_rank / 2], limits);
         (grid.block, grid.lanes[0], grid.lanes[1])
     };
-    assert_eq!(two(16 << 10, &LIMITS), (128, 1, 1));
+    assert_eq!(two(16 << 10, &LIMITS), (512, 1, 1));
+    assert_eq!(two(2 << 10, &LIMITS), (128, 1, 1));
     assert_eq!(two(128 << 10, &LIMITS), (128, 8, 8));
-    assert_eq!(two(MB, &LIMITS), (1024, 8, 8));
-    assert_eq!(two(8 * MB, &LIMITS), (1024, 32, 32));
-    assert_eq!(two(34 * MB, &LIMITS), (1024, 32, 32));
-    assert_eq!(two(134 * MB, &LIMITS), (1024, 64, 64));
-    assert_eq!(two(134 * MB, &ExchangeLimits { num_sms: Some(16), ..LIMITS }), (1024, 8, 8));
+    assert_eq!(two(MB, &LIMITS), (512, 16, 16));
+    assert_eq!(two(4 * MB, &LIMITS), (512, 32, 32));
+    assert_eq!(two(8 * MB, &LIMITS), (512, 64, 64));
+    assert_eq!(two(134 * MB, &LIMITS), (512, 64, 64));
+    assert_eq!(two(134 * MB, &ExchangeLimits { num_sms: Some(16), ..LIMITS }), (512, 8, 8));
     assert_eq!(two(134 * MB, &ExchangeLimits { max_block: 64, ..LIMITS }), (64, 64, 64));
     assert_eq!(two(134 * MB, &ExchangeLimits { sm_count: 4, num_sms: None, max_block: 64 }), (64, 2, 2));
     // Nothing to send: one CTA posts and waits.
