@@ -89,6 +89,8 @@ pub struct ExchangeQueue {
     captured: Option<(u64, StreamHandle, Event)>,
     /// A launch was not followed by an event.
     untracked: bool,
+    /// The last call was not followed by an event because its stream lasts: one can be recorded when it is wanted.
+    unmarked: bool,
     /// For the own share beside the copy engine.
     side: Stream,
 }
@@ -121,6 +123,7 @@ impl ExchangeQueue {
             last: None,
             captured: None,
             untracked: false,
+            unmarked: false,
             side,
         })
     }
@@ -246,6 +249,11 @@ impl ExchangeQueue {
             self.link.gpu().synchronize()?;
             self.untracked = false;
         }
+        if self.unmarked {
+            let gpu = Arc::clone(self.link.gpu());
+            let cx = gpu.enter()?;
+            self.mark_last(&cx)?;
+        }
         // Calls follow one another: the last one's end is the end of all.
         while let Some(trip) = self.trips.back() {
             if trip.event.query()? {
@@ -261,14 +269,15 @@ impl ExchangeQueue {
 
     /// Whether a call may be running, as far as is known without asking the driver.
     pub fn in_flight(&self) -> bool {
-        self.untracked || !self.trips.is_empty()
+        self.untracked || self.unmarked || !self.trips.is_empty()
     }
 
     /// Makes later work on `stream` come after everything that the queue has put on streams until now.
     ///
     /// # Errors
     /// A guard or stream of another device, or the driver's refusal.
-    pub fn wait_on(&self, cx: &ContextGuard<'_>, stream: StreamHandle) -> Result<()> {
+    pub fn wait_on(&mut self, cx: &ContextGuard<'_>, stream: StreamHandle) -> Result<()> {
+        self.mark_last(cx)?;
         match self.trips.back() {
             Some(trip) => self.link.gpu().wait_event(cx, stream, &trip.event),
             None => Ok(()),
@@ -292,8 +301,11 @@ impl ExchangeQueue {
             None => {
                 // The per-thread stream is another one in another thread.
                 let same = self.last == Some(stream) && stream != StreamHandle::PER_THREAD;
-                if !same && let Some(trip) = self.trips.back() {
-                    gpu.wait_event(cx, stream, &trip.event)?;
+                if !same {
+                    self.mark_last(cx)?;
+                    if let Some(trip) = self.trips.back() {
+                        gpu.wait_event(cx, stream, &trip.event)?;
+                    }
                 }
             }
         }
@@ -313,6 +325,12 @@ impl ExchangeQueue {
             return Ok(());
         }
         self.reap();
+        if owners.is_empty() && way.stream.lasts() {
+            self.last = Some(way.stream);
+            self.unmarked = true;
+            return Ok(());
+        }
+        self.unmarked = false;
         let mut owners = owners;
         let event = if self.trips.len() < MOST_TRIPS { gpu.event(cx) } else { self.merge(&gpu, cx) };
         let recorded = event.and_then(|event| event.record(cx, way.stream).map(|()| event));
@@ -329,6 +347,20 @@ impl ExchangeQueue {
                 Err(error)
             }
         }
+    }
+
+    /// An event after the last call, if it has none yet.
+    fn mark_last(&mut self, cx: &ContextGuard<'_>) -> Result<()> {
+        if !self.unmarked {
+            return Ok(());
+        }
+        if let Some(stream) = self.last {
+            let event = self.link.gpu().event(cx)?;
+            event.record(cx, stream)?;
+            self.trips.push_back(Trip { event, owners: Vec::new() });
+        }
+        self.unmarked = false;
+        Ok(())
     }
 
     /// Lets go of what calls that have ended held. Asks the driver only where something is held.

@@ -19,13 +19,15 @@ pub struct StreamHandle {
     raw: u64,
     /// Serial number of the [`Gpu`] that made it; 0 for foreign and implicit streams.
     home: u32,
+    /// Never destroyed: events may be recorded on it at any later time.
+    lasts: bool,
 }
 
 impl StreamHandle {
     /// The legacy default stream of the device it is used with: ordered against every blocking stream. Handle 0.
-    pub const LEGACY: StreamHandle = StreamHandle { raw: 0, home: 0 };
+    pub const LEGACY: StreamHandle = StreamHandle { raw: 0, home: 0, lasts: true };
     /// The calling thread's own default stream on the device it is used with. Handle 2 (`CU_STREAM_PER_THREAD`).
-    pub const PER_THREAD: StreamHandle = StreamHandle { raw: 2, home: 0 };
+    pub const PER_THREAD: StreamHandle = StreamHandle { raw: 2, home: 0, lasts: false };
 
     /// Somebody else's stream, by the value of its `CUstream` (the same as a `cudaStream_t`; 0 and 1 are the legacy
     /// stream, 2 the per-thread one).
@@ -34,7 +36,21 @@ impl StreamHandle {
     /// The stream exists during every call that takes the handle, and is not destroyed between such calls of one
     /// transfer. It may be destroyed with work pending: the driver finishes that.
     pub const unsafe fn from_raw(raw: u64) -> StreamHandle {
-        StreamHandle { raw, home: 0 }
+        StreamHandle { raw, home: 0, lasts: raw <= 1 }
+    }
+
+    /// As [`from_raw`](Self::from_raw), of a stream that lives as long as the process, such as those of torch's pools: what
+    /// would be noted at once about another one may then be asked of it later.
+    ///
+    /// # Safety
+    /// The stream is never destroyed.
+    pub const unsafe fn lasting(raw: u64) -> StreamHandle {
+        StreamHandle { raw, home: 0, lasts: raw != 2 }
+    }
+
+    /// Whether the stream is never destroyed, as far as is known.
+    pub const fn lasts(self) -> bool {
+        self.lasts
     }
 
     /// The value of the driver's handle.
@@ -57,7 +73,7 @@ impl StreamHandle {
     }
 
     pub(crate) fn own(stream: CUstream, home: u32) -> StreamHandle {
-        StreamHandle { raw: stream.expose_provenance() as u64, home }
+        StreamHandle { raw: stream.expose_provenance() as u64, home, lasts: false }
     }
 
     pub(crate) fn as_driver(self) -> CUstream {

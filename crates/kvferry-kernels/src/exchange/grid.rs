@@ -2,9 +2,6 @@
 
 use super::MAX_RANKS;
 
-/// Most threads of a CTA. Twice as many were slower at every size: fewer threads wait at each barrier, and two CTAs share a
-/// multiprocessor.
-const MAX_BLOCK: u32 = 512;
 /// Smaller CTAs gain nothing.
 const MIN_BLOCK: u32 = 128;
 /// Words that a thread has on their way.
@@ -13,10 +10,11 @@ pub(super) const IN_FLIGHT: u64 = 4;
 const WORD: u64 = 16;
 /// Small calls are spread over about this many CTAs before CTAs grow.
 const FEW_LANES: u64 = 16;
-/// Enough for the wire up to [`LARGE`]; more would only take multiprocessors from others.
-const LANES: u64 = 64;
-/// From this many bytes on twice as many lanes pay (measured with two H200s: 2 % at 8 MB, 6 % at 34 MB).
-const LARGE: u64 = 8 << 20;
+/// From how many bytes of a rank on, the most threads of a CTA and the lanes of all targets. Measured with two H200s in CUDA
+/// graphs: more lanes are slower wherever fewer fill the wire (8 MB: 24 us with 16 lanes, 34 with 64; 34 MB: 62 and 76;
+/// 134 MB: 202 and 218), and leave fewer multiprocessors to others.
+const SIZES: [(u64, u32, u64); 4] =
+    [(0, 512, 32), (4 << 20, 512, 16), (24 << 20, 1024, 16), (96 << 20, 1024, 32)];
 
 /// What a launch may use.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -52,18 +50,22 @@ impl ExchangeGrid {
         let total = bytes.iter().fold(0_u64, |sum, bytes| sum.saturating_add(*bytes));
         let most = u64::from(limits.num_sms.unwrap_or(limits.sm_count).min(limits.sm_count).max(1));
 
+        let (_, widest, most_lanes) =
+            SIZES.into_iter().rev().find(|&(from, ..)| total >= from).unwrap_or(SIZES[0]);
+        let widest = widest.min(limits.max_block.max(1));
+
         // One round of loads per CTA, while that makes few CTAs; one load per thread, if one CTA per target will do.
         let largest = bytes.iter().max().copied().unwrap_or(0).div_ceil(WORD);
-        let threads = if largest <= u64::from(MAX_BLOCK) {
+        let threads = if largest <= u64::from(widest) {
             largest
         } else {
             total.div_ceil(WORD * IN_FLIGHT * FEW_LANES.min(most))
         };
-        let block = power_of_two(threads, MIN_BLOCK, MAX_BLOCK.min(limits.max_block.max(1)));
+        let block = power_of_two(threads, MIN_BLOCK, widest);
         let block = block.max(bytes.len() as u32);
 
         let chunk = u64::from(block) * IN_FLIGHT * WORD;
-        let wanted = total.div_ceil(chunk).min(if total >= LARGE { 2 * LANES } else { LANES }).min(most);
+        let wanted = total.div_ceil(chunk).min(most_lanes).min(most);
         let mut lanes = [0; MAX_RANKS];
         for (lanes, &bytes) in lanes.iter_mut().zip(bytes) {
             if bytes > 0 {

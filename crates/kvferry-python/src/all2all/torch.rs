@@ -117,8 +117,9 @@ pub(crate) fn current_stream(ordinal: u32) -> Option<StreamHandle> {
     // SAFETY: a function of torch's table with the arguments it wants; `stream` is a live out pointer. The device exists:
     // the caller has memory of torch's or ours on it.
     let status = unsafe { (table.stream)(DEVICE_CUDA, ordinal as i32, &raw mut stream) };
-    // SAFETY: the thread's current stream: torch keeps it alive while it is that.
-    (status == 0).then(|| unsafe { StreamHandle::from_raw(stream as u64) })
+    // SAFETY: torch never destroys the streams of its pools. (One that came to torch as an ExternalStream is its owner's: it
+    // has to outlive the communicator, as the class says.)
+    (status == 0).then(|| unsafe { StreamHandle::lasting(stream as u64) })
 }
 
 impl Torch {

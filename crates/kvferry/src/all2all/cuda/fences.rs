@@ -1,8 +1,9 @@
 //! When a buffer of the pool may be written again: after the work that read it, on whatever stream that was.
 //!
 //! A buffer has a home, the stream of the call that filled it. Letting go of its results records an event there and on
-//! the streams that consumers were announced on; the next call into the buffer waits for them. A stream that is being
-//! captured takes no such event: the buffer then waits for its turn until the capture is over.
+//! the streams that consumers were announced on; the next call into the buffer waits for them. On a stream that lasts the
+//! event is only recorded if that next call is on another one. A stream that is being captured takes no such event: the
+//! buffer then waits for its turn until the capture is over.
 
 use std::sync::{Arc, Mutex};
 use std::thread::{self, ThreadId};
@@ -24,7 +25,7 @@ enum Fence {
     Event(StreamHandle, Event),
     /// The same, in a capture.
     Captured(u64, StreamHandle, Event),
-    /// All that was on this stream when its capture had ended.
+    /// All that will be on this stream by the time it is asked: it lasts, or is in a capture that has to end first.
     Late(StreamHandle),
 }
 
@@ -126,6 +127,16 @@ impl Fences {
                 all.push(stream);
             }
         }
+        if capture.is_none() {
+            // An event costs the stream a microsecond, and one more that waits for it; mostly the buffer's next call is on
+            // the same stream, which needs none.
+            let (lasting, rest) = all.into_iter().partition(|stream| stream.lasts());
+            all = rest;
+            state.fences.extend(Vec::into_iter(lasting).map(Fence::Late));
+            if all.is_empty() {
+                return;
+            }
+        }
         let outcome = self.gpu.enter().map_err(Error::from).and_then(|cx| {
             for &stream in &all {
                 state.fences.push(self.mark(&cx, stream, capture)?);
@@ -213,7 +224,10 @@ fn over(event: &Event, patience: Duration) -> Result<()> {
     let start = Instant::now();
     while !event.query()? {
         if start.elapsed() >= patience {
-            return Err(Error::Busy { what: "a buffer of the exchange pool that is still being read", limit: 1 });
+            return Err(Error::Busy {
+                what: "a buffer of the exchange pool that is still being read",
+                limit: 1,
+            });
         }
         std::thread::sleep(LOOK);
     }

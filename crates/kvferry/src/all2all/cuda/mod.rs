@@ -97,7 +97,11 @@ impl Drop for CaptureEnd {
 
 impl fmt::Debug for CudaBackend {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "CudaBackend(rank {} of {}, {:?}, {})", self.rank, self.world, self.gpu, self.transport.name)
+        write!(
+            f,
+            "CudaBackend(rank {} of {}, {:?}, {})",
+            self.rank, self.world, self.gpu, self.transport.name
+        )
     }
 }
 
@@ -121,7 +125,10 @@ impl CudaBackend {
             Some(RecordKind::HeaderTimeout) => FaultKind::HeaderTimeout { waited },
             Some(RecordKind::ArrivalTimeout) => FaultKind::ArrivalTimeout { waited },
             Some(RecordKind::Mismatch) => FaultKind::Mismatch {
-                reason: format!("rank {peer} differs from rank {} in what is called, with which shapes", self.rank),
+                reason: format!(
+                    "rank {peer} differs from rank {} in what is called, with which shapes",
+                    self.rank
+                ),
             },
             Some(RecordKind::Refused) => FaultKind::Refused { code: record.value },
             Some(RecordKind::BadPlace) => FaultKind::BadPlace { place: record.value },
@@ -219,7 +226,12 @@ impl Backend for CudaBackend {
             parts.push((place.offset + shape.offset, to, calls::loops_out(shape, array)));
         }
         let outs: Vec<_> = (parts.iter())
-            .map(|(from, to, (run_bytes, loops))| ExchangeOut { from: *from, to: *to, run_bytes: *run_bytes, loops })
+            .map(|(from, to, (run_bytes, loops))| ExchangeOut {
+                from: *from,
+                to: *to,
+                run_bytes: *run_bytes,
+                loops,
+            })
             .collect();
         let mut queue = lock(&self.queue);
         let queue = queue.as_mut().ok_or(Error::ExchangeClosed)?;

@@ -75,7 +75,8 @@ struct Facts {
 
 impl Facts {
     fn of(gpu: &Gpu) -> Facts {
-        let blocking = std::env::var_os("CUDA_LAUNCH_BLOCKING").is_some_and(|set| !set.is_empty() && set != "0");
+        let blocking =
+            std::env::var_os("CUDA_LAUNCH_BLOCKING").is_some_and(|set| !set.is_empty() && set != "0");
         Facts { pid: std::process::id(), blocking, uuid: gpu.info().uuid.clone() }
     }
 
@@ -98,7 +99,8 @@ fn reach(setup: &Setup<'_>, gpu: &Arc<Gpu>) -> Result<()> {
     let outcome = || -> Result<()> {
         let mut facts = Vec::with_capacity(all.len());
         for (rank, bytes) in all.iter().enumerate() {
-            let malformed = || SetupError::Disagree { rank, reason: "its description is malformed".to_owned() };
+            let malformed =
+                || SetupError::Disagree { rank, reason: "its description is malformed".to_owned() };
             facts.push(Facts::decode(bytes).ok_or_else(malformed)?);
         }
         check_threads(setup, &facts)?;
