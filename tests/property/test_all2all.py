@@ -1,4 +1,4 @@
-"""Random exchanges between CPU ranks against a NumPy permutation: worlds, tokens, heads, dims, strides, dtypes."""
+"""Random exchanges between CPU ranks against a NumPy permutation: tokens, heads, strides, dtypes."""
 
 from __future__ import annotations
 
