@@ -15,9 +15,9 @@ use std::sync::OnceLock;
 
 use cudarc::driver::sys;
 pub(crate) use cudarc::driver::sys::{
-    CUDA_MEMCPY2D_st, CUDA_MEMCPY3D_st, CUcontext, CUdevice, CUdeviceptr, CUevent, CUfunction, CUgraph, CUgraphExec,
-    CUhostFn, CUipcMemHandle, CUmemAccessDesc, CUmemAllocationProp, CUmemGenericAllocationHandle,
-    CUmemcpyAttributes, CUmodule, CUstream, CUuserObject,
+    CUDA_MEMCPY2D_st, CUDA_MEMCPY3D_st, CUcontext, CUdevice, CUdeviceptr, CUevent, CUfunction, CUgraph,
+    CUgraphExec, CUhostFn, CUipcMemHandle, CUmemAccessDesc, CUmemAllocationProp,
+    CUmemGenericAllocationHandle, CUmemcpyAttributes, CUmodule, CUstream, CUuserObject,
 };
 
 use crate::error::{CudaError, Result};

@@ -105,7 +105,8 @@ fn defaults_need_no_options_and_no_stream() {
         let y = at.comm.send_recv_heads(&[x], &CallOptions::default()).unwrap().remove(0);
         let back = CallOptions { num_heads: Some(vec![7]), ..CallOptions::default() };
         let z = at.comm.gather_heads(&[y.array()], &back).unwrap().remove(0);
-        let all = at.comm.allgather(&[z.array()], GatherAxis::Tokens, &CallOptions::default()).unwrap().remove(0);
+        let all =
+            at.comm.allgather(&[z.array()], GatherAxis::Tokens, &CallOptions::default()).unwrap().remove(0);
         // Reads come after the legacy stream, which the calls were on.
         at.check(&whole, SendRecvHeads, HeadLayout::Bnhd, &y);
         at.check(&whole, GatherHeads, HeadLayout::Bnhd, &z);
@@ -120,11 +121,15 @@ fn large_calls_open_with_a_kernel_of_their_own() {
     }
     let whole = Whole::new(1, &[300, 213], 40, 256, Dtype::Float32);
     assert!(whole.tokens.iter().all(|tokens| tokens * 40 * 1024 > 8 << 20));
-    on_gpus(2, |builder| builder.capacity_bytes(16 << 20).buffers(1), |at| {
-        let first = at.checked(&whole, SendRecvHeads);
-        drop(first);
-        at.checked(&whole.seeded(2), SendRecvHeads);
-    });
+    on_gpus(
+        2,
+        |builder| builder.capacity_bytes(16 << 20).buffers(1),
+        |at| {
+            let first = at.checked(&whole, SendRecvHeads);
+            drop(first);
+            at.checked(&whole.seeded(2), SendRecvHeads);
+        },
+    );
 }
 
 #[test]
@@ -172,47 +177,54 @@ fn without_a_free_buffer_results_are_copied_out_or_refused() {
         return;
     }
     let whole = Whole::new(2, &[3, 5], 4, 8, Dtype::Float16);
-    on_gpus(2, |builder| builder.buffers(1), |at| {
-        let held = at.checked(&whole, SendRecvHeads);
-        let options = CallOptions { stream: Some(at.stream.handle()), ..whole.options(SendRecvHeads, HeadLayout::Bnhd) };
-        for seed in 2..5 {
-            let whole = whole.seeded(seed);
-            let input = at.input(&whole, SendRecvHeads, &Strides::default());
-            let mut memory = |shapes: &[kvferry::all2all::ResultShape]| {
-                let one = |shape: &kvferry::all2all::ResultShape| {
-                    // Rows apart from each other in every second call.
-                    let gap = if seed == 3 { 16 } else { 0 };
-                    let [_, tokens, heads, dim] = shape.shape;
-                    let row = (dim * 2 + gap) as i64;
-                    let strides = [row * (heads * tokens) as i64, row * heads as i64, row];
-                    let bytes = vec![0xEE; (2 * strides[0]) as usize];
-                    let region = Region::Device(at.upload(&bytes));
-                    ExchangeArray { region, offset: 0, shape: shape.shape, strides, dtype: shape.dtype }
-                };
-                Ok(shapes.iter().map(one).collect())
+    on_gpus(
+        2,
+        |builder| builder.buffers(1),
+        |at| {
+            let held = at.checked(&whole, SendRecvHeads);
+            let options = CallOptions {
+                stream: Some(at.stream.handle()),
+                ..whole.options(SendRecvHeads, HeadLayout::Bnhd)
             };
-            let landing = Landing::PoolOrCopy(&mut memory);
-            let y = at.comm.exchange(SendRecvHeads, &[input], &options, landing).unwrap().remove(0);
-            assert!(y.copied());
-            at.stream.synchronize().unwrap();
-            if seed == 3 {
-                let image = crate::gpus::image(&y);
-                let expected = whole.expected(SendRecvHeads, at.rank, HeadLayout::Bnhd);
-                for (index, row) in expected.chunks(16).enumerate() {
-                    assert_eq!(&image[index * 32..][..16], row);
-                    assert!(image[index * 32 + 16..][..16].iter().all(|&byte| byte == 0xEE));
+            for seed in 2..5 {
+                let whole = whole.seeded(seed);
+                let input = at.input(&whole, SendRecvHeads, &Strides::default());
+                let mut memory = |shapes: &[kvferry::all2all::ResultShape]| {
+                    let one = |shape: &kvferry::all2all::ResultShape| {
+                        // Rows apart from each other in every second call.
+                        let gap = if seed == 3 { 16 } else { 0 };
+                        let [_, tokens, heads, dim] = shape.shape;
+                        let row = (dim * 2 + gap) as i64;
+                        let strides = [row * (heads * tokens) as i64, row * heads as i64, row];
+                        let bytes = vec![0xEE; (2 * strides[0]) as usize];
+                        let region = Region::Device(at.upload(&bytes));
+                        ExchangeArray { region, offset: 0, shape: shape.shape, strides, dtype: shape.dtype }
+                    };
+                    Ok(shapes.iter().map(one).collect())
+                };
+                let landing = Landing::PoolOrCopy(&mut memory);
+                let y = at.comm.exchange(SendRecvHeads, &[input], &options, landing).unwrap().remove(0);
+                assert!(y.copied());
+                at.stream.synchronize().unwrap();
+                if seed == 3 {
+                    let image = crate::gpus::image(&y);
+                    let expected = whole.expected(SendRecvHeads, at.rank, HeadLayout::Bnhd);
+                    for (index, row) in expected.chunks(16).enumerate() {
+                        assert_eq!(&image[index * 32..][..16], row);
+                        assert!(image[index * 32 + 16..][..16].iter().all(|&byte| byte == 0xEE));
+                    }
+                } else {
+                    at.check(&whole, SendRecvHeads, HeadLayout::Bnhd, &y);
                 }
-            } else {
-                at.check(&whole, SendRecvHeads, HeadLayout::Bnhd, &y);
             }
-        }
-        assert_eq!(at.comm.stats().copied_out, 3);
-        at.check(&whole, SendRecvHeads, HeadLayout::Bnhd, &held);
-        let busy = at.call(&whole, SendRecvHeads);
-        assert!(matches!(busy, Err(Error::Busy { .. })), "{busy:?}");
-        drop(held);
-        at.checked(&whole.seeded(9), SendRecvHeads);
-    });
+            assert_eq!(at.comm.stats().copied_out, 3);
+            at.check(&whole, SendRecvHeads, HeadLayout::Bnhd, &held);
+            let busy = at.call(&whole, SendRecvHeads);
+            assert!(matches!(busy, Err(Error::Busy { .. })), "{busy:?}");
+            drop(held);
+            at.checked(&whole.seeded(9), SendRecvHeads);
+        },
+    );
 }
 
 #[test]
@@ -259,7 +271,11 @@ fn random_calls_are_the_permutation() {
     let Some(count) = gpus(2) else { return };
     let world = count.min(3);
     let strategy = prop::collection::vec(
-        (prop::collection::vec(tensor(world), 1..4), prop::sample::select(vec![SendRecvHeads, GatherHeads, AllGatherTokens]), any::<bool>()),
+        (
+            prop::collection::vec(tensor(world), 1..4),
+            prop::sample::select(vec![SendRecvHeads, GatherHeads, AllGatherTokens]),
+            any::<bool>(),
+        ),
         1..8,
     );
     let mut runner = proptest::test_runner::TestRunner::new(proptest::test_runner::Config::with_cases(24));
@@ -271,8 +287,11 @@ fn random_calls_are_the_permutation() {
                     let wholes: Vec<_> = (tensors.iter().zip(0..))
                         .map(|((whole, _), index)| whole.seeded(100 * seed as u64 + index))
                         .collect();
-                    let inputs: Vec<_> =
-                        wholes.iter().zip(tensors).map(|(whole, (_, how))| at.input(whole, *op, how)).collect();
+                    let inputs: Vec<_> = wholes
+                        .iter()
+                        .zip(tensors)
+                        .map(|(whole, (_, how))| at.input(whole, *op, how))
+                        .collect();
                     let mut options = options_of(&wholes, *op, layout);
                     options.stream = Some(at.stream.handle());
                     let results = at.comm.exchange(*op, &inputs, &options, Landing::Pool).unwrap();

@@ -75,8 +75,10 @@ fn one_rank_s_refusal_is_raised_by_both() {
             if at.rank == who {
                 let mut input = at.input(&whole(), SendRecvHeads, &Strides::default());
                 input.offset = u64::MAX / 2;
-                let options =
-                    CallOptions { stream: Some(at.stream.handle()), ..whole().options(SendRecvHeads, HeadLayout::Bnhd) };
+                let options = CallOptions {
+                    stream: Some(at.stream.handle()),
+                    ..whole().options(SendRecvHeads, HeadLayout::Bnhd)
+                };
                 let refused = at.comm.exchange(SendRecvHeads, &[input], &options, Landing::Pool);
                 assert!(matches!(refused, Err(Error::ArrayBounds { .. })), "{refused:?}");
             } else {
@@ -98,17 +100,21 @@ fn a_thread_that_does_not_come_is_named_in_time() {
         return;
     }
     let bound = Duration::from_millis(300);
-    on_gpus(2, |builder| builder.timeout(bound), |at| {
-        at.checked(&whole(), SendRecvHeads);
-        let start = Instant::now();
-        if at.rank == 0 {
-            assert!(at.call(&whole(), SendRecvHeads).is_err());
-            assert!(start.elapsed() >= bound && start.elapsed() < 2 * bound, "{:?}", start.elapsed());
-        }
-        let failure = broken(at, SOON);
-        assert!(matches!(failure, ExchangeFailure::PeerTimeout { peer: 1, .. }), "{failure}");
-        broken_until_reset(at, &failure);
-    });
+    on_gpus(
+        2,
+        |builder| builder.timeout(bound),
+        |at| {
+            at.checked(&whole(), SendRecvHeads);
+            let start = Instant::now();
+            if at.rank == 0 {
+                assert!(at.call(&whole(), SendRecvHeads).is_err());
+                assert!(start.elapsed() >= bound && start.elapsed() < 2 * bound, "{:?}", start.elapsed());
+            }
+            let failure = broken(at, SOON);
+            assert!(matches!(failure, ExchangeFailure::PeerTimeout { peer: 1, .. }), "{failure}");
+            broken_until_reset(at, &failure);
+        },
+    );
 }
 
 #[test]
@@ -195,7 +201,10 @@ fn a_rank_that_closes_strands_nobody() {
         at.stream.synchronize().unwrap();
         let failure = broken(&at, SOON + SOON);
         assert!(start.elapsed() < SOON + SOON, "{:?}", start.elapsed());
-        assert!(matches!(&failure, ExchangeFailure::PeerClosed { peer: 1, .. }), "{failure} after {called:?}");
+        assert!(
+            matches!(&failure, ExchangeFailure::PeerClosed { peer: 1, .. }),
+            "{failure} after {called:?}"
+        );
         at.check(&whole(), SendRecvHeads, HeadLayout::Bnhd, &last);
         assert!(at.comm.close().is_err());
     });
@@ -214,7 +223,8 @@ fn a_call_that_fails_half_way_breaks_both_ranks() {
             assert!(matches!(&failed, Error::Exchange(ExchangeFailure::Failed { rank: 1, .. })), "{failed}");
             assert_eq!(faults::clear(), 0);
         } else {
-            at.call(&large, SendRecvHeads).unwrap();
+            // Unless the other one's failure is heard of first.
+            drop(at.call(&large, SendRecvHeads));
         }
         let failure = broken(&at, SOON);
         assert!(matches!(&failure, ExchangeFailure::Failed { rank: 1, .. }), "{failure}");

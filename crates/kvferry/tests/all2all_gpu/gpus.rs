@@ -2,10 +2,10 @@
 
 use std::sync::Arc;
 
+use kvferry::Region;
 use kvferry::all2all::{All2All, All2AllBuilder, ExchangeArray, ExchangeDevice, ExchangeResult, Landing};
 use kvferry::cuda::{DeviceBuffer, DeviceRegion, Driver, Gpu, Stream};
 use kvferry::layout::exchange::{ExchangeOp, HeadLayout};
-use kvferry::Region;
 
 use crate::exchange::{Strides, Whole, builder, fresh_name, threads};
 

@@ -1,7 +1,9 @@
 //! Calls in CUDA graphs.
 
 use kvferry::Dtype;
-use kvferry::all2all::{CallOptions, ExchangeArray, ExchangeEngine, ExchangeFailure, ExchangeResult, Landing};
+use kvferry::all2all::{
+    CallOptions, ExchangeArray, ExchangeEngine, ExchangeFailure, ExchangeResult, Landing,
+};
 use kvferry::cuda::Graph;
 use kvferry::layout::exchange::{ExchangeOp, HeadLayout};
 use kvferry::{Error, Region};
@@ -20,14 +22,21 @@ fn whole() -> Whole {
 /// Puts the input of another seed where `array` is.
 fn refill(at: &Rank, array: &ExchangeArray, whole: &Whole, op: ExchangeOp) {
     let fresh = at.input(whole, op, &Strides::default());
-    let (Region::Device(from), Region::Device(to)) = (&fresh.region, &array.region) else { panic!("on GPUs") };
+    let (Region::Device(from), Region::Device(to)) = (&fresh.region, &array.region) else {
+        panic!("on GPUs")
+    };
     let mut image = vec![0; from.len() as usize];
     from.read(0, &mut image).unwrap();
     to.write(0, &image).unwrap();
 }
 
 /// A graph of `count` calls, send and gather by turns, each with its result.
-fn capture(at: &Rank, input: &[ExchangeArray; 2], whole: &Whole, count: usize) -> (Graph, Vec<ExchangeResult>) {
+fn capture(
+    at: &Rank,
+    input: &[ExchangeArray; 2],
+    whole: &Whole,
+    count: usize,
+) -> (Graph, Vec<ExchangeResult>) {
     let cx = at.gpu.enter().unwrap();
     let mut results = Vec::new();
     let graph = Graph::capture::<Error>(&cx, &at.stream, || {
@@ -126,49 +135,55 @@ fn eager_calls_between_replays_and_one_rank_of_each_kind() {
 
 #[test]
 fn a_dropped_result_serves_the_same_capture_again_and_no_other_call() {
-    in_processes("graphs::a_dropped_result_serves_the_same_capture_again_and_no_other_call", 2, &[], |process| {
-        let at = process.connect();
-        let whole = whole();
-        let input = inputs(&at, &whole);
-        let places = std::sync::Mutex::new(Vec::new());
-        let cx = at.gpu.enter().unwrap();
-        let graph = Graph::capture::<Error>(&cx, &at.stream, || {
-            let mut options = whole.options(SendRecvHeads, HeadLayout::Bnhd);
-            options.stream = Some(at.stream.handle());
-            for _ in 0..7 {
-                // Dropped at once: seven calls, one buffer.
-                let results = at.comm.send_recv_heads(&input[..1], &options)?;
-                places.lock().unwrap().push(results[0].region().span().addr);
+    in_processes(
+        "graphs::a_dropped_result_serves_the_same_capture_again_and_no_other_call",
+        2,
+        &[],
+        |process| {
+            let at = process.connect();
+            let whole = whole();
+            let input = inputs(&at, &whole);
+            let places = std::sync::Mutex::new(Vec::new());
+            let cx = at.gpu.enter().unwrap();
+            let graph = Graph::capture::<Error>(&cx, &at.stream, || {
+                let mut options = whole.options(SendRecvHeads, HeadLayout::Bnhd);
+                options.stream = Some(at.stream.handle());
+                for _ in 0..7 {
+                    // Dropped at once: seven calls, one buffer.
+                    let results = at.comm.send_recv_heads(&input[..1], &options)?;
+                    places.lock().unwrap().push(results[0].region().span().addr);
+                }
+                Ok(())
+            });
+            let graph = graph.unwrap();
+            let places = places.into_inner().unwrap();
+            assert!(places.iter().all(|&place| place == places[0]));
+            assert_eq!(at.comm.stats().buffers_free, 3);
+            for seed in 0..4 {
+                let held: Vec<_> =
+                    (0..3).map(|call| at.checked(&whole.seeded(seed + call), SendRecvHeads)).collect();
+                assert!(held.iter().all(|result| result.region().span().addr != places[0]));
+                replay(&at, &graph);
+                for (result, call) in held.iter().zip(0..) {
+                    at.check(&whole.seeded(seed + call), SendRecvHeads, HeadLayout::Bnhd, result);
+                }
             }
-            Ok(())
-        });
-        let graph = graph.unwrap();
-        let places = places.into_inner().unwrap();
-        assert!(places.iter().all(|&place| place == places[0]));
-        assert_eq!(at.comm.stats().buffers_free, 3);
-        for seed in 0..4 {
-            let held: Vec<_> = (0..3).map(|call| at.checked(&whole.seeded(seed + call), SendRecvHeads)).collect();
-            assert!(held.iter().all(|result| result.region().span().addr != places[0]));
-            replay(&at, &graph);
-            for (result, call) in held.iter().zip(0..) {
-                at.check(&whole.seeded(seed + call), SendRecvHeads, HeadLayout::Bnhd, result);
-            }
-        }
-        // A capture that finds no buffer says so, and nothing is broken.
-        let held: Vec<_> = (0..3).map(|call| at.checked(&whole.seeded(call), SendRecvHeads)).collect();
-        let refused = Graph::capture::<Error>(&cx, &at.stream, || {
-            let mut options = whole.options(SendRecvHeads, HeadLayout::Bnhd);
-            options.stream = Some(at.stream.handle());
-            at.comm.send_recv_heads(&input[..1], &options).map(drop)
-        });
-        assert!(matches!(&refused, Err(Error::Busy { .. })), "{refused:?}");
-        drop(held);
-        at.checked(&whole.seeded(77), SendRecvHeads);
-        drop(graph);
-        assert!(kvferry::cuda::drain_deferred());
-        until(|| at.comm.stats().buffers_free == 4);
-        at.comm.check().unwrap();
-    });
+            // A capture that finds no buffer says so, and nothing is broken.
+            let held: Vec<_> = (0..3).map(|call| at.checked(&whole.seeded(call), SendRecvHeads)).collect();
+            let refused = Graph::capture::<Error>(&cx, &at.stream, || {
+                let mut options = whole.options(SendRecvHeads, HeadLayout::Bnhd);
+                options.stream = Some(at.stream.handle());
+                at.comm.send_recv_heads(&input[..1], &options).map(drop)
+            });
+            assert!(matches!(&refused, Err(Error::Busy { .. })), "{refused:?}");
+            drop(held);
+            at.checked(&whole.seeded(77), SendRecvHeads);
+            drop(graph);
+            assert!(kvferry::cuda::drain_deferred());
+            until(|| at.comm.stats().buffers_free == 4);
+            at.comm.check().unwrap();
+        },
+    );
 }
 
 #[test]

@@ -13,8 +13,8 @@ mod exchange;
 
 mod calls;
 mod faults;
-mod graphs;
 mod gpus;
+mod graphs;
 mod outputs;
 mod processes;
 mod setup;

@@ -140,7 +140,9 @@ fn memory_travels_by_ipc_where_asked_for() {
 #[test]
 fn ipc_is_what_is_left_when_descriptors_fail_on_one_rank() {
     in_processes("processes::ipc_is_what_is_left_when_descriptors_fail_on_one_rank", 2, &[], |process| {
-        for call in ["cuMemCreate", "cuMemExportToShareableHandle", "cuMemImportFromShareableHandle", "cuMemMap"] {
+        for call in
+            ["cuMemCreate", "cuMemExportToShareableHandle", "cuMemImportFromShareableHandle", "cuMemMap"]
+        {
             if process.rank == 1 {
                 // The second mapping is that of the peer's memory.
                 faults::inject(call, if call == "cuMemMap" { 2 } else { 1 }, 801);
@@ -184,7 +186,8 @@ fn three_ranks_of_which_one_refuses() {
         everything(&at, 3);
         let whole = Whole::new(1, &[2, 2, 2], 3, 4, Dtype::Float16);
         if process.rank == 2 {
-            let options = kvferry::all2all::CallOptions { stream: Some(at.stream.handle()), ..Default::default() };
+            let options =
+                kvferry::all2all::CallOptions { stream: Some(at.stream.handle()), ..Default::default() };
             at.comm.refuse(SendRecvHeads, "a test's whim", &options).unwrap();
         } else {
             at.call(&whole, SendRecvHeads).unwrap();
@@ -222,18 +225,21 @@ fn a_rank_that_dies_is_named_and_the_context_lives_on() {
             // No destructor runs, no goodbye is said.
             std::process::exit(9);
         }
-        // The kernel waits for a header that never comes.
-        let result = at.call(&whole, SendRecvHeads).unwrap();
+        // The kernel waits for a header that never comes, unless the death is known before the call.
         let start = Instant::now();
+        let result = at.call(&whole, SendRecvHeads);
         let failure = broken(&at, SOON);
         assert!(matches!(failure, ExchangeFailure::PeerDied { peer: 1, .. }), "{failure}");
         at.stream.synchronize().unwrap();
         assert!(start.elapsed() < Duration::from_secs(2));
-        assert!(crate::gpus::bytes(&result).iter().all(|&byte| byte == 0xFF));
+        if let Ok(result) = result {
+            assert!(crate::gpus::bytes(&result).iter().all(|&byte| byte == 0xFF));
+        }
         assert!(at.call(&whole, SendRecvHeads).is_err());
         assert!(at.comm.close().is_err());
         // The GPU still works.
-        let alone = All2All::builder(0, 1).capacity_bytes(1 << 20).device(ExchangeDevice::Gpu(0)).connect().unwrap();
+        let alone =
+            All2All::builder(0, 1).capacity_bytes(1 << 20).device(ExchangeDevice::Gpu(0)).connect().unwrap();
         let alone = Rank::new(alone);
         alone.checked(&Whole::new(1, &[4], 4, 8, Dtype::Float16), SendRecvHeads);
     });

@@ -61,31 +61,35 @@ fn a_buffer_waits_for_its_consumers_on_all_streams_that_were_named() {
         return;
     }
     for (announced, other_call) in [(true, false), (true, true), (false, true), (false, false)] {
-        on_gpus(2, |builder| builder.buffers(1), |at| {
-            let whole = whole();
-            let (b, c) = (Stream::new(&at.gpu).unwrap(), Stream::new(&at.gpu).unwrap());
-            let y = on(at, &whole, SendRecvHeads, at.stream.handle());
-            // The consumer is on a stream that is announced, or on the home stream itself.
-            let reader = if announced { &b } else { &at.stream };
-            let hold = (at.rank == 0).then(|| Hold::on(&at.gpu, reader));
-            let consumer = Consumer::new(at, &y, &at.stream, reader);
-            if announced {
-                at.comm.record_stream(&y, b.handle());
-            }
-            drop(y);
-            // One buffer: this call gets the same one, on a stream of its own or on the home stream.
-            let next = if other_call { &c } else { &at.stream };
-            let z = on(at, &whole.seeded(2), SendRecvHeads, next.handle());
-            // Long enough for bytes to be overwritten if nobody waits.
-            std::thread::sleep(Duration::from_millis(60));
-            if let Some(hold) = &hold {
-                hold.open();
-            }
-            consumer.check(at, &whole, SendRecvHeads);
-            next.synchronize().unwrap();
-            at.check(&whole.seeded(2), SendRecvHeads, HeadLayout::Bnhd, &z);
-            at.comm.check().unwrap();
-        });
+        on_gpus(
+            2,
+            |builder| builder.buffers(1),
+            |at| {
+                let whole = whole();
+                let (b, c) = (Stream::new(&at.gpu).unwrap(), Stream::new(&at.gpu).unwrap());
+                let y = on(at, &whole, SendRecvHeads, at.stream.handle());
+                // The consumer is on a stream that is announced, or on the home stream itself.
+                let reader = if announced { &b } else { &at.stream };
+                let hold = (at.rank == 0).then(|| Hold::on(&at.gpu, reader));
+                let consumer = Consumer::new(at, &y, &at.stream, reader);
+                if announced {
+                    at.comm.record_stream(&y, b.handle());
+                }
+                drop(y);
+                // One buffer: this call gets the same one, on a stream of its own or on the home stream.
+                let next = if other_call { &c } else { &at.stream };
+                let z = on(at, &whole.seeded(2), SendRecvHeads, next.handle());
+                // Long enough for bytes to be overwritten if nobody waits.
+                std::thread::sleep(Duration::from_millis(60));
+                if let Some(hold) = &hold {
+                    hold.open();
+                }
+                consumer.check(at, &whole, SendRecvHeads);
+                next.synchronize().unwrap();
+                at.check(&whole.seeded(2), SendRecvHeads, HeadLayout::Bnhd, &z);
+                at.comm.check().unwrap();
+            },
+        );
     }
 }
 
@@ -94,22 +98,27 @@ fn a_buffer_waits_for_calls_that_read_it() {
     if gpus(2).is_none() {
         return;
     }
-    on_gpus(2, |builder| builder.buffers(2), |at| {
-        let whole = whole();
-        let b = Stream::new(&at.gpu).unwrap();
-        for seed in 0..6 {
-            let whole = whole.seeded(seed);
-            let y = on(at, &whole, SendRecvHeads, at.stream.handle());
-            let back = CallOptions { stream: Some(b.handle()), ..whole.options(GatherHeads, HeadLayout::Bnhd) };
-            let z = at.comm.gather_heads(&[y.array()], &back).unwrap().remove(0);
-            drop(y);
-            let w = on(at, &whole.seeded(100 + seed), SendRecvHeads, at.stream.handle());
-            b.synchronize().unwrap();
-            at.check(&whole, GatherHeads, HeadLayout::Bnhd, &z);
-            at.check(&whole.seeded(100 + seed), SendRecvHeads, HeadLayout::Bnhd, &w);
-        }
-        at.comm.check().unwrap();
-    });
+    on_gpus(
+        2,
+        |builder| builder.buffers(2),
+        |at| {
+            let whole = whole();
+            let b = Stream::new(&at.gpu).unwrap();
+            for seed in 0..6 {
+                let whole = whole.seeded(seed);
+                let y = on(at, &whole, SendRecvHeads, at.stream.handle());
+                let back =
+                    CallOptions { stream: Some(b.handle()), ..whole.options(GatherHeads, HeadLayout::Bnhd) };
+                let z = at.comm.gather_heads(&[y.array()], &back).unwrap().remove(0);
+                drop(y);
+                let w = on(at, &whole.seeded(100 + seed), SendRecvHeads, at.stream.handle());
+                b.synchronize().unwrap();
+                at.check(&whole, GatherHeads, HeadLayout::Bnhd, &z);
+                at.check(&whole.seeded(100 + seed), SendRecvHeads, HeadLayout::Bnhd, &w);
+            }
+            at.comm.check().unwrap();
+        },
+    );
 }
 
 #[test]
@@ -159,5 +168,27 @@ fn a_stream_of_another_device_is_refused() {
             assert!(matches!(refused, Err(kvferry::Error::Cuda(_))), "{refused:?}");
         }
         at.checked(&whole, SendRecvHeads);
+    });
+}
+
+#[test]
+fn a_call_outlives_its_communicator() {
+    crate::processes::in_processes("streams::a_call_outlives_its_communicator", 2, &[], |process| {
+        let at = process.connect();
+        let whole = whole();
+        let hold = Hold::on(&at.gpu, &at.stream);
+        let result = at.call(&whole, SendRecvHeads).unwrap();
+        // Dropped, not closed, with the call on its way.
+        let Rank { comm, gpu, stream, rank } = at;
+        drop(comm);
+        std::thread::sleep(Duration::from_millis(50));
+        hold.open();
+        stream.synchronize().unwrap();
+        let Region::Device(region) = result.region() else { panic!("on a GPU") };
+        let expected = whole.expected(SendRecvHeads, rank, HeadLayout::Bnhd);
+        let mut found = vec![0; expected.len()];
+        region.read(result.offset(), &mut found).unwrap();
+        assert!(found == expected);
+        drop(gpu);
     });
 }

@@ -213,7 +213,10 @@ fn over(event: &Event, patience: Duration) -> Result<()> {
     let start = Instant::now();
     while !event.query()? {
         if start.elapsed() >= patience {
-            return Err(Error::Busy { what: "a buffer of the exchange pool that is still being read", limit: 1 });
+            return Err(Error::Busy {
+                what: "a buffer of the exchange pool that is still being read",
+                limit: 1,
+            });
         }
         std::thread::sleep(LOOK);
     }

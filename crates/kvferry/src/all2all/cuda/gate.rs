@@ -86,7 +86,11 @@ impl Gate {
             if late || give_up() {
                 state.arrived &= !(1 << rank);
                 let missing = self.members & !state.arrived & !state.absent & !(1 << rank);
-                return Err(if late { Stuck::Late(missing.trailing_zeros() as usize) } else { Stuck::GivenUp });
+                return Err(if late {
+                    Stuck::Late(missing.trailing_zeros() as usize)
+                } else {
+                    Stuck::GivenUp
+                });
             }
         }
     }
@@ -149,7 +153,8 @@ mod tests {
                 std::thread::spawn(move || {
                     for round in 1..=200 {
                         came.fetch_add(1, Ordering::SeqCst);
-                        let through = gate.pass(rank, LONG, || false).map_err(|stuck| format!("{stuck:?}")).unwrap();
+                        let through =
+                            gate.pass(rank, LONG, || false).map_err(|stuck| format!("{stuck:?}")).unwrap();
                         assert!(came.load(Ordering::SeqCst) >= 3 * round);
                         drop(through);
                     }

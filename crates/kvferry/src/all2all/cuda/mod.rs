@@ -19,7 +19,7 @@ mod share;
 mod ticker;
 
 use std::fmt;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, Weak};
 use std::time::Duration;
 
@@ -70,6 +70,8 @@ pub(super) struct CudaBackend {
     calls: AtomicU64,
     /// Ranks that have closed, by bit.
     left: AtomicU64,
+    /// No header can be posted any more.
+    mute: AtomicBool,
     /// Captures whose graphs own buffers, by the driver's number.
     captures: Mutex<Vec<Weak<CaptureEnd>>>,
     attached: OnceLock<Attached>,
@@ -97,7 +99,11 @@ impl Drop for CaptureEnd {
 
 impl fmt::Debug for CudaBackend {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "CudaBackend(rank {} of {}, {:?}, {})", self.rank, self.world, self.gpu, self.transport.name)
+        write!(
+            f,
+            "CudaBackend(rank {} of {}, {:?}, {})",
+            self.rank, self.world, self.gpu, self.transport.name
+        )
     }
 }
 
@@ -121,7 +127,10 @@ impl CudaBackend {
             Some(RecordKind::HeaderTimeout) => FaultKind::HeaderTimeout { waited },
             Some(RecordKind::ArrivalTimeout) => FaultKind::ArrivalTimeout { waited },
             Some(RecordKind::Mismatch) => FaultKind::Mismatch {
-                reason: format!("rank {peer} differs from rank {} in what is called, with which shapes", self.rank),
+                reason: format!(
+                    "rank {peer} differs from rank {} in what is called, with which shapes",
+                    self.rank
+                ),
             },
             Some(RecordKind::Refused) => FaultKind::Refused { code: record.value },
             Some(RecordKind::BadPlace) => FaultKind::BadPlace { place: record.value },
@@ -200,7 +209,7 @@ impl Backend for CudaBackend {
     }
 
     fn refusals_are_seen(&self) -> bool {
-        true
+        !self.mute.load(Ordering::Relaxed)
     }
 
     fn copy_out(
@@ -219,7 +228,12 @@ impl Backend for CudaBackend {
             parts.push((place.offset + shape.offset, to, calls::loops_out(shape, array)));
         }
         let outs: Vec<_> = (parts.iter())
-            .map(|(from, to, (run_bytes, loops))| ExchangeOut { from: *from, to: *to, run_bytes: *run_bytes, loops })
+            .map(|(from, to, (run_bytes, loops))| ExchangeOut {
+                from: *from,
+                to: *to,
+                run_bytes: *run_bytes,
+                loops,
+            })
             .collect();
         let mut queue = lock(&self.queue);
         let queue = queue.as_mut().ok_or(Error::ExchangeClosed)?;
@@ -273,6 +287,7 @@ impl Backend for CudaBackend {
         queue.link().zero()?;
         self.page.set_timeout(self.timeout());
         self.calls.store(0, Ordering::Release);
+        self.mute.store(false, Ordering::Relaxed);
         if let Some(gate) = &self.gate {
             gate.come_back(self.rank);
         }

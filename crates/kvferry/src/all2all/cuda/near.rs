@@ -16,7 +16,11 @@ static MEMORY: Mutex<Option<HashMap<Key, Weak<ExchangeMemory>>>> = Mutex::new(No
 static GATES: Mutex<Option<HashMap<u64, Weak<Gate>>>> = Mutex::new(None);
 
 /// The live entry of a map, made if there is none. Dead ones are dropped in passing.
-fn entry<K: Eq + Hash, V>(map: &mut Option<HashMap<K, Weak<V>>>, key: K, make: impl FnOnce() -> Arc<V>) -> Arc<V> {
+fn entry<K: Eq + Hash, V>(
+    map: &mut Option<HashMap<K, Weak<V>>>,
+    key: K,
+    make: impl FnOnce() -> Arc<V>,
+) -> Arc<V> {
     let map = map.get_or_insert_default();
     map.retain(|_, value| value.strong_count() > 0);
     if let Some(found) = map.get(&key).and_then(Weak::upgrade) {

@@ -1,6 +1,6 @@
 //! From connected ranks to armed ones. Every stage ends in a meeting: all ranks go on, or all raise.
 
-use std::sync::atomic::AtomicU64;
+use std::sync::atomic::{AtomicBool, AtomicU64};
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
 
@@ -53,6 +53,7 @@ pub(in crate::all2all) fn connect(setup: &Setup<'_>, ordinal: u32) -> Result<Arc
         timeout: AtomicU64::new(timeout),
         calls: AtomicU64::new(0),
         left: AtomicU64::new(0),
+        mute: AtomicBool::new(false),
         captures: Mutex::default(),
         attached: OnceLock::new(),
         ticker: OnceLock::new(),
@@ -75,7 +76,8 @@ struct Facts {
 
 impl Facts {
     fn of(gpu: &Gpu) -> Facts {
-        let blocking = std::env::var_os("CUDA_LAUNCH_BLOCKING").is_some_and(|set| !set.is_empty() && set != "0");
+        let blocking =
+            std::env::var_os("CUDA_LAUNCH_BLOCKING").is_some_and(|set| !set.is_empty() && set != "0");
         Facts { pid: std::process::id(), blocking, uuid: gpu.info().uuid.clone() }
     }
 
@@ -98,7 +100,8 @@ fn reach(setup: &Setup<'_>, gpu: &Arc<Gpu>) -> Result<()> {
     let outcome = || -> Result<()> {
         let mut facts = Vec::with_capacity(all.len());
         for (rank, bytes) in all.iter().enumerate() {
-            let malformed = || SetupError::Disagree { rank, reason: "its description is malformed".to_owned() };
+            let malformed =
+                || SetupError::Disagree { rank, reason: "its description is malformed".to_owned() };
             facts.push(Facts::decode(bytes).ok_or_else(malformed)?);
         }
         check_threads(setup, &facts)?;

@@ -78,12 +78,17 @@ fn wish(setup: &Setup<'_>) -> Result<Option<Way>> {
         "" => Ok(None),
         "vmm" => Ok(Some(Way::Vmm)),
         "ipc" => Ok(Some(Way::Ipc)),
-        _ => Err(Error::InvalidOption { option: CHOICE, expected: "vmm or ipc".to_owned(), value: mine.clone() }),
+        _ => Err(Error::InvalidOption {
+            option: CHOICE,
+            expected: "vmm or ipc".to_owned(),
+            value: mine.clone(),
+        }),
     };
     let odd = all.iter().position(|other| *other != all[0]);
     let outcome = match odd {
         Some(rank) => {
-            Err(SetupError::Disagree { rank, reason: format!("its {CHOICE} is another than rank 0's") }.into())
+            Err(SetupError::Disagree { rank, reason: format!("its {CHOICE} is another than rank 0's") }
+                .into())
         }
         None => parsed,
     };
@@ -261,7 +266,10 @@ static QUARANTINE: Mutex<Vec<Arc<ExchangeMemory>>> = Mutex::new(Vec::new());
 
 /// Never frees this memory.
 pub(super) fn quarantine(memory: &Arc<ExchangeMemory>) {
-    tracing::warn!(bytes = memory.len(), "device memory is kept, as a peer may still have it mapped by CUDA IPC");
+    tracing::warn!(
+        bytes = memory.len(),
+        "device memory is kept, as a peer may still have it mapped by CUDA IPC"
+    );
     lock(&QUARANTINE).push(Arc::clone(memory));
 }
 
