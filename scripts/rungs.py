@@ -195,12 +195,17 @@ def soak_rungs() -> Iterator[Rung]:
         [["cargo", "test", "--release", "-p", "kvferry", "--test", "soak", "--", "--ignored", "--nocapture"]],
         off,
     )
+    yield Rung(
+        "10,000 skewed exchanges, 2,000 random calls",
+        [cargo_test("--release", "-p", "kvferry", "--test", "all2all_exchange")],
+        off | {"KVFERRY_SOAK": "1"},
+    )
 
 
 def bench_rungs() -> Iterator[Rung]:
     """Speed, not correctness, though every cell is checked."""
     off = {"KVFERRY_CUDA": "off"}
-    for example in ("host_bandwidth", "plan_cost", "verify_speed"):
+    for example in ("host_bandwidth", "plan_cost", "verify_speed", "all2all_cpu"):
         run = ["cargo", "run", "--release", "-q", "-p", "kvferry", "--example", example]
         yield Rung(f"bench {example}", [run], off)
     yield Rung("bench transfer", [[venv_bin(VENV, "kvferry"), "bench", "transfer"]])

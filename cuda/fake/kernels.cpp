@@ -4,9 +4,8 @@
 #include <cstring>
 #include <numeric>
 
-#include "event.h"
 #include "fault.h"
-#include "fibers.h"
+#include "grid.h"
 #include "memory.h"
 #include "stream.h"
 
@@ -44,8 +43,8 @@ void check_access(const Context& context, Seen& seen, u64 address, u64 bytes, bo
   if (!(write ? seen.writable : seen.readable)) stop_with(CUDA_ERROR_ILLEGAL_ADDRESS);
 }
 
-// The context (see platform.cuh) of one simulated thread. Barriers are not there: a kernel that has some is listed with
-// those that wait.
+// The context (see platform.cuh) of one simulated thread, without what needs a scheduler. Ranks run on different threads:
+// what is atomic on a GPU is so here.
 template <bool kChecked>
 class FakeCx {
  public:
@@ -78,6 +77,34 @@ class FakeCx {
     __atomic_compare_exchange_n(word, &expected, desired, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED);
     return expected;
   }
+  u32 ticket(u64 address, u32 value) {
+    look(address, sizeof(u32), true);
+    return __atomic_fetch_add(reinterpret_cast<u32*>(bytes_of(address)), value, __ATOMIC_ACQ_REL);
+  }
+
+  // Stronger than on a GPU, where the start and the end of a kernel order what these do not.
+  template <class V>
+  V load_relaxed(u64 address) {
+    look(address, sizeof(V), false);
+    if constexpr (sizeof(V) == 16) {
+      const auto* const words = reinterpret_cast<const u64*>(bytes_of(address));
+      const u64 lo = __atomic_load_n(words, __ATOMIC_ACQUIRE);
+      return {lo, __atomic_load_n(words + 1, __ATOMIC_ACQUIRE)};
+    } else {
+      return __atomic_load_n(reinterpret_cast<const V*>(bytes_of(address)), __ATOMIC_ACQUIRE);
+    }
+  }
+  u64 load_acquire(u64 address) { return load_relaxed<u64>(address); }
+  void store_release(u64 address, u64 value) {
+    look(address, sizeof(u64), true);
+    __atomic_store_n(reinterpret_cast<u64*>(bytes_of(address)), value, __ATOMIC_RELEASE);
+  }
+  void store_relaxed(u64 address, u64 value) { store_release(address, value); }
+  void add_release(u64 address, u64 value) {
+    look(address, sizeof(u64), true);
+    __atomic_fetch_add(reinterpret_cast<u64*>(bytes_of(address)), value, __ATOMIC_ACQ_REL);
+  }
+  void add_relaxed(u64 address, u64 value) { add_release(address, value); }
 
  private:
   void look(u64 address, u64 bytes, bool write) {
@@ -89,82 +116,6 @@ class FakeCx {
   void* const shared_;
   Seen& seen_;
 };
-
-// The context of a thread that may wait, and be written to by other devices meanwhile. Everything is sequentially
-// consistent: no missing fence shows here.
-template <bool kChecked>
-class WaitingCx {
- public:
-  WaitingCx(const LaunchShape& shape, Waiting& waiting, u32 block, u32 thread)
-      : shape_(shape), waiting_(waiting), block_(block), thread_(thread) {}
-
-  u32 tid() const { return thread_; }
-  u32 nthreads() const { return shape_.threads; }
-  u32 bid() const { return block_; }
-  u32 nblocks() const { return shape_.blocks; }
-  void* shared() { return waiting_.shared(block_); }
-  void sync() { waiting_.sync_or(block_, false); }
-  bool sync_or(bool mine) { return waiting_.sync_or(block_, mine); }
-  void spin() { waiting_.poll(); }
-  void poll() { waiting_.poll(); }
-  u64 clock() { return now_nanoseconds(); }
-
-  template <class V, auto...>
-  V load(u64 address) {
-    look(address, sizeof(V), false);
-    V value;
-    std::memcpy(&value, bytes_of(address), sizeof value);
-    return value;
-  }
-  template <class V, auto...>
-  void store(u64 address, V value) {
-    look(address, sizeof(V), true);
-    std::memcpy(bytes_of(address), &value, sizeof value);
-  }
-  template <class V>
-  V load_relaxed(u64 address) {
-    if constexpr (sizeof(V) == sizeof(U128)) {
-      return U128{load_acquire(address), load_acquire(address + 8)};
-    } else {
-      return __atomic_load_n(word<V>(address, false), __ATOMIC_SEQ_CST);
-    }
-  }
-  u64 load_acquire(u64 address) { return __atomic_load_n(word<u64>(address, false), __ATOMIC_SEQ_CST); }
-  void store_relaxed(u64 address, u64 value) { __atomic_store_n(word<u64>(address, true), value, __ATOMIC_SEQ_CST); }
-  void store_release(u64 address, u64 value) { store_relaxed(address, value); }
-  void add_relaxed(u64 address, u64 value) { __atomic_fetch_add(word<u64>(address, true), value, __ATOMIC_SEQ_CST); }
-  void add_release(u64 address, u64 value) { add_relaxed(address, value); }
-  u32 ticket(u64 address) { return __atomic_fetch_add(word<u32>(address, true), 1u, __ATOMIC_SEQ_CST); }
-  u32 cas(u64 address, u32 expected, u32 desired) {
-    __atomic_compare_exchange_n(word<u32>(address, true), &expected, desired, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
-    return expected;
-  }
-
- private:
-  template <class V>
-  V* word(u64 address, bool write) {
-    look(address, sizeof(V), write);
-    return reinterpret_cast<V*>(bytes_of(address));
-  }
-  void look(u64 address, u64 bytes, bool write) {
-    if ((address & (bytes - 1)) != 0) stop_with(CUDA_ERROR_MISALIGNED_ADDRESS);
-    if (kChecked) check_access(*shape_.context, seen_, address, bytes, write);
-  }
-
-  const LaunchShape& shape_;
-  Waiting& waiting_;
-  const u32 block_;
-  const u32 thread_;
-  Seen seen_;
-};
-
-template <class Params, bool kChecked, class Body>
-CUresult run_waiting(Body body, const LaunchShape& shape, const Params& params) {
-  return Waiting::run(shape, [&](Waiting& waiting, u32 block, u32 thread) {
-    WaitingCx<kChecked> cx(shape, waiting, block, thread);
-    body(cx, params);
-  });
-}
 
 template <class Params, bool kChecked, class Body>
 CUresult run_threads(Body body, const LaunchShape& shape, const Params& params) {
@@ -184,16 +135,44 @@ CUresult run_threads(Body body, const LaunchShape& shape, const Params& params) 
   });
 }
 
-template <class Params, class Body>
-CUresult run_body(Body body, const LaunchShape& shape, const void* params) {
-  const Params& p = *static_cast<const Params*>(params);
-  return settings().check ? run_threads<Params, true>(body, shape, p) : run_threads<Params, false>(body, shape, p);
+// As above, for bodies with barriers and waits.
+template <bool kChecked>
+class FiberCx : public FakeCx<kChecked> {
+ public:
+  FiberCx(const LaunchShape& shape, void* shared, Seen& seen, Grid& grid)
+      : FakeCx<kChecked>(shape, shared, seen), grid_(grid) {}
+
+  void sync() { grid_.sync_or(false); }
+  bool sync_or(bool mine) { return grid_.sync_or(mine); }
+  void spin() { grid_.yield(); }
+  void poll() { grid_.yield(); }
+  u64 clock() { return Grid::clock(); }
+
+ private:
+  Grid& grid_;
+};
+
+template <class Params, bool kChecked, class Body>
+CUresult run_fibers(Body body, const LaunchShape& shape, const Params& params) {
+  return Grid::run(shape, [&](Grid& grid, u32 block, u32 thread, void* shared) {
+    Seen seen;
+    FiberCx<kChecked> cx(shape, shared, seen, grid);
+    cx.block = block;
+    cx.thread = thread;
+    body(cx, params);
+  });
 }
 
 template <class Params, class Body>
 CUresult run_waiting_body(Body body, const LaunchShape& shape, const void* params) {
   const Params& p = *static_cast<const Params*>(params);
-  return settings().check ? run_waiting<Params, true>(body, shape, p) : run_waiting<Params, false>(body, shape, p);
+  return settings().check ? run_fibers<Params, true>(body, shape, p) : run_fibers<Params, false>(body, shape, p);
+}
+
+template <class Params, class Body>
+CUresult run_body(Body body, const LaunchShape& shape, const void* params) {
+  const Params& p = *static_cast<const Params*>(params);
+  return settings().check ? run_threads<Params, true>(body, shape, p) : run_threads<Params, false>(body, shape, p);
 }
 
 // X(symbol, body, params, most threads per block), as the headers list them.
@@ -202,17 +181,17 @@ CUresult run_waiting_body(Body body, const LaunchShape& shape, const void* param
      return run_body<Params>([](auto& cx, const Params& p) { body(cx, p); }, shape, params); \
    }},
 
-// The same for kernels with barriers and waits.
+// A fiber per thread: fewer threads than a GPU takes. Whoever launches asks for the limit.
 #define KVF_FAKE_WAITING_KERNEL(symbol, body, Params, most)                                          \
-  {#symbol, sizeof(Params), most, [](const LaunchShape& shape, const void* params) {                 \
+  {#symbol, sizeof(Params), most < 64 ? most : 64, [](const LaunchShape& shape, const void* params) { \
      return run_waiting_body<Params>([](auto& cx, const Params& p) { body(cx, p); }, shape, params); \
    }},
 
 const Kernel kKernels[] = {KVF_VECTORIZED_COPY_KERNELS(KVF_FAKE_KERNEL)
-                               KVF_EXCHANGE_KERNELS(KVF_FAKE_WAITING_KERNEL)
 #if defined(KVF_STRIDED_COPY_KERNELS)
                                KVF_STRIDED_COPY_KERNELS(KVF_FAKE_KERNEL)
 #endif
+                               KVF_EXCHANGE_KERNELS(KVF_FAKE_WAITING_KERNEL)
 };
 
 }  // namespace

@@ -230,6 +230,23 @@ fn options_that_do_not_apply() {
 }
 
 #[test]
+fn ranks_that_bring_equal_heads_need_no_groups() {
+    // 6 and 10 heads in all: what each rank has is known, so nothing has to be grouped.
+    for op in [GatherHeads, AllGatherHeads] {
+        let contract = heads(op, 2, 1, &[3, 5]).unwrap();
+        assert_eq!((contract.head_range(0, 1), contract.head_range(1, 1)), (3..6, 5..10), "{op}");
+        // Totals alone say less.
+        let case = Case {
+            tensors: [3, 5].map(|heads| input([1, 4, heads, 8])).to_vec(),
+            num_heads: Some(vec![6, 10]),
+            ..case(op)
+        };
+        let error = ExchangeError::NotGrouped { tensor: 0, heads: 6, query_heads: 10 };
+        assert_eq!(case.contract(), Err(error), "{op}");
+    }
+}
+
+#[test]
 fn query_heads_that_do_not_group_a_tensor() {
     let error = ExchangeError::QueryHeads { tensor: 0, value: 7, limit: 8 };
     assert_eq!(refusal(SendRecvHeads, |c| c.query_heads = Some(7)), error);
@@ -305,6 +322,16 @@ fn sizes_beyond_63_bits() {
     let half = shaped([1, 1 << 30, 1 << 28, 1]);
     let error = refusal(AllGatherTokens, |c| c.tensors = vec![half, half]);
     assert_eq!(error, overflow(1, "result"));
+    // The sum would fit, but for the alignment between them.
+    let bytes = |dim| TensorInput { shape: [1, 1, 1, dim], strides: [0; 3], dtype: Dtype::Int8 };
+    let case = |first| Case {
+        world: 1,
+        rank: 0,
+        tensors: vec![bytes(first), bytes((1 << 62) - 100)],
+        ..case(SendRecvHeads)
+    };
+    assert_eq!(case((1 << 62) + 1).contract(), Err(overflow(1, "result")));
+    assert_eq!(case(1 << 62).contract().unwrap().largest_result(), (1 << 63) - 100);
 }
 
 #[test]

@@ -104,6 +104,23 @@ fn rank(rank: usize, world: usize, met: &Barrier) -> kvferry::Result<Measured> {
     Ok(measured)
 }
 
+/// What a call costs beside the copying: three tensors of one token, alone.
+fn overhead() -> kvferry::Result<Duration> {
+    let comm = All2All::builder(0, 1).capacity_bytes(1 << 16).connect()?;
+    let one = array(&memory(256)?, [1, 1, 1, 128]);
+    let arrays = [one.clone(), one.clone(), one];
+    let options = CallOptions::default();
+    let mut best = Duration::MAX;
+    for _ in 0..20 {
+        let start = Instant::now();
+        for _ in 0..1000 {
+            comm.send_recv_heads(&arrays, &options)?;
+        }
+        best = best.min(start.elapsed() / 1000);
+    }
+    Ok(best)
+}
+
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let world = std::env::args().nth(1).map_or(Ok(2), |text| text.parse::<usize>())?;
     let met = Barrier::new(world);
@@ -119,6 +136,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let (large, owned) = (worst(|m| m.large), worst(|m| m.owned));
     let (plain, streamed) = (worst(|m| m.plain), worst(|m| m.streamed));
     let ratio = |of: Duration, time: Duration| of.as_secs_f64() / time.as_secs_f64();
+    println!("one rank alone       {:8.2} us a call of three tensors", overhead()?.as_secs_f64() * 1e6);
     println!("{world} ranks, the slowest of them counts");
     println!("8 KB per rank        {:8.2} us a call", worst(|m| m.small).as_secs_f64() * 1e6);
     for (what, time) in [("into an output", large), ("owned result", owned)] {

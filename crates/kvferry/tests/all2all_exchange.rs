@@ -337,6 +337,11 @@ fn callers_of_one_rank_queue() {
     );
 }
 
+/// Whether there is time (`make soak`).
+fn soak() -> bool {
+    std::env::var_os("KVFERRY_SOAK").is_some()
+}
+
 /// Back to back without a pause, with ranks that are late in turn; the next call must never write what is still read.
 fn skewed(calls: u64) {
     let whole = Whole::new(1, &[2, 3, 1], 6, 4, Dtype::Float16);
@@ -365,8 +370,7 @@ fn skewed(calls: u64) {
 
 #[test]
 fn skewed_back_to_back_calls() {
-    let calls = if std::env::var_os("KVFERRY_SOAK").is_some() { 10_000 } else { 300 };
-    skewed(calls);
+    skewed(if soak() { 10_000 } else { 300 });
 }
 
 fn dtypes() -> impl Strategy<Value = Dtype> {
@@ -407,7 +411,7 @@ fn tensors(world: usize) -> impl Strategy<Value = Whole> {
 }
 
 fn calls() -> impl Strategy<Value = (usize, ExchangeOp, HeadLayout, Vec<Whole>, Vec<Strides>)> {
-    (1..7_usize).prop_flat_map(|world| {
+    (1..10_usize).prop_flat_map(|world| {
         let ops = prop::sample::select(&ExchangeOp::ALL[..]);
         let layouts = prop::sample::select(&[HeadLayout::Bnhd, HeadLayout::Bhnd][..]);
         let wholes = prop::collection::vec(tensors(world), 1..4);
@@ -417,7 +421,11 @@ fn calls() -> impl Strategy<Value = (usize, ExchangeOp, HeadLayout, Vec<Whole>, 
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 60, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig {
+        cases: if soak() { 2000 } else { 80 },
+        failure_persistence: None,
+        ..ProptestConfig::default()
+    })]
 
     #[test]
     fn any_call_is_the_permutation_it_should_be((world, op, layout, wholes, placed) in calls()) {

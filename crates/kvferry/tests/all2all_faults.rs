@@ -27,6 +27,16 @@ fn failure<T: std::fmt::Debug>(result: kvferry::Result<T>) -> ExchangeFailure {
     }
 }
 
+/// What `check` says once word of a failure elsewhere has come.
+fn hears(comm: &All2All) -> kvferry::Result<()> {
+    let start = Instant::now();
+    while start.elapsed() < SOON {
+        comm.check()?;
+        std::thread::sleep(Duration::from_micros(100));
+    }
+    Ok(())
+}
+
 /// Asserts that the communicator raises `failure` from now on, whatever is called.
 fn stays_broken(comm: &All2All, failure: &ExchangeFailure, whole: &Whole) {
     for _ in 0..2 {
@@ -262,7 +272,7 @@ fn a_rank_that_does_not_call_is_named_at_the_set_time() {
             let found = if comm.rank() == 2 {
                 over.wait();
                 // It learns what was said of it.
-                failure(comm.check())
+                failure(hears(&comm))
             } else {
                 let start = Instant::now();
                 let found = failure(call(&comm, &whole, SendRecvHeads));
@@ -296,10 +306,7 @@ fn the_timeout_can_be_changed_under_a_running_call() {
             });
             assert!(comm.set_timeout(Duration::ZERO).is_err());
         } else {
-            let start = Instant::now();
-            while comm.check().is_ok() && start.elapsed() < SOON {
-                std::thread::sleep(Duration::from_millis(1));
-            }
+            failure(hears(&comm));
         }
     });
 }
@@ -328,6 +335,7 @@ fn an_abort_ends_running_calls_everywhere() {
 #[test]
 fn a_reset_makes_a_broken_communicator_whole() {
     let whole = Whole::new(1, &[3, 2, 1], 6, 8, Dtype::Float16);
+    let called = Barrier::new(3);
     ranks(3, plain, |comm| {
         let rank = comm.rank();
         let held = call(&comm, &whole.seeded(9), SendRecvHeads).unwrap();
@@ -336,6 +344,8 @@ fn a_reset_makes_a_broken_communicator_whole() {
             for seed in 0..round % 4 {
                 call(&comm, &whole.seeded(seed), GatherHeads).unwrap();
             }
+            // An abort may end calls that others have not left.
+            called.wait();
             match round % 3 {
                 0 => {
                     let op = if rank == 1 { SendRecvHeads } else { GatherHeads };
@@ -507,4 +517,19 @@ fn a_forked_child_is_refused() {
         }
         call(&comm, &whole, SendRecvHeads).unwrap();
     });
+}
+
+#[test]
+fn an_endless_timeout_is_a_timeout() {
+    let whole = Whole::new(1, &[3, 2], 6, 8, Dtype::Float16);
+    ranks(
+        2,
+        |builder| builder.timeout(Duration::MAX),
+        |comm| {
+            if comm.rank() == 0 {
+                std::thread::sleep(Duration::from_millis(20));
+            }
+            call(&comm, &whole, SendRecvHeads).unwrap();
+        },
+    );
 }

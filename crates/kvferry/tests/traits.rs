@@ -3,6 +3,10 @@
 
 use std::fmt::Debug;
 
+use kvferry::all2all::{
+    All2All, All2AllBuilder, CallOptions, ExchangeArray, ExchangeFailure, ExchangeResult, ExchangeStats,
+    Output,
+};
 use kvferry::{
     Candidate, Choice, Error, HostMode, MemoryKind, PhysicalLayout, Region, Route,
     TransferCompleteNotification, TransferContext, TransferContextBuilder, TransferFailure, TransferOptions,
@@ -30,6 +34,14 @@ fn everything_crosses_threads() {
     value::<Candidate>();
     value::<HostMode>();
     shared::<Route>();
+    value::<All2All>();
+    value::<All2AllBuilder>();
+    value::<CallOptions>();
+    value::<ExchangeArray>();
+    value::<ExchangeResult>();
+    value::<ExchangeStats>();
+    value::<Output>();
+    error::<ExchangeFailure>();
     error::<Error>();
     error::<TransferFailure>();
     unpin::<TransferCompleteNotification>();

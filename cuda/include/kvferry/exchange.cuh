@@ -35,6 +35,12 @@ struct ExchangeRules {
 
 constexpr u64 kPatienceNs = 20000;  // how long to spin before the host is asked
 constexpr u32 kPollsPerLook = 32;
+constexpr u32 kPollsForOthers = 64;
+
+// What a CTA adds to the ticket word.
+constexpr u32 kLeft = 1;
+constexpr u32 kLeftMask = 0xffff;
+constexpr u32 kLeftFailed = kLeft | 0x10000;
 
 enum class Waited { kReady, kTimeout, kAborted, kGivenUp };
 
@@ -69,7 +75,7 @@ KVF_HD Waited wait_until(Cx& cx, const ExchangeHeader& h, Ready ready) {
 }
 
 struct Blame {
-  u32 kind;  // ExchangeFault; kNoFault: nothing to record
+  u32 kind;  // ExchangeFault
   u32 peer;
   u64 seen;
   u64 expected;
@@ -80,7 +86,6 @@ struct Blame {
 template <class Cx>
 KVF_HD void poison(Cx& cx, const ExchangeHeader& h, u64 epoch, const Blame& blame) {
   if (cx.cas(state_at(h, offsetof(ExchangeState, poison)), kSound, kPoisonFresh) != kSound) return;
-  if (blame.kind == kNoFault) return;
   const u64 record = h.host_page + offsetof(ExchangeHostPage, record);
   cx.store_relaxed(record + offsetof(ExchangeRecord, kind), blame.kind);
   cx.store_relaxed(record + offsetof(ExchangeRecord, peer), blame.peer);
@@ -175,14 +180,11 @@ KVF_HD void exchange(Cx& cx, const Params& p) {
   const u64 epoch = load<u64>(cx, state_at(h, offsetof(ExchangeState, epoch))) + 1;
   const bool dead = load_relaxed<u32>(cx, state_at(h, offsetof(ExchangeState, poison))) == kPoisonOld;
 
-  if (first && !dead) {
-    if ((h.flags & kPost) != 0 && peer_thread) post(cx, h, p.peer[tid], epoch);
-    if (h.verdict != 0 && tid == 0) poison(cx, h, epoch, Blame{});
-  }
+  if (first && !dead && (h.flags & kPost) != 0 && peer_thread) post(cx, h, p.peer[tid], epoch);
 
-  bool stop = dead;   // the same in all threads of the CTA, always
-  bool read = false;  // the CTA has read the headers
-  u32 arrivals = 0;  // that the peer of this thread announced
+  bool stop = dead || h.verdict != 0;  // the same in all threads of the CTA, always
+  bool read = false;                   // the CTA has read the headers
+  u32 arrivals = 0;                    // that the peer of this thread announced
   const auto read_headers = [&](u32 target) {
     bool bad = stop;
     if (!stop && peer_thread && (Rules::kReadsAll || target == tid || target == h.rank)) {
@@ -195,15 +197,19 @@ KVF_HD void exchange(Cx& cx, const Params& p) {
   };
 
   KVF_NO_UNROLL
-  for (u32 lane = cx.bid(); lane < h.lanes; lane += cx.nblocks()) {
+  for (u32 lane = cx.bid(); lane < h.lanes && !stop; lane += cx.nblocks()) {
     const u32 target = target_of(p, lane);
     const bool mine = target == h.rank;
     if ((h.flags & (mine ? kOwn : kPush)) == 0) continue;
-    if (!mine && !read) read_headers(target);
-    if (stop) break;
     const ExchangePeer& peer = p.peer[target];
-    copy_lane(cx, p, peer, lane - peer.first_lane, mine ? own.pool + h.place : static_cast<u64*>(cx.shared())[target]);
-    if (mine) continue;
+    bool told = mine || read;
+    copy_lane(cx, p, peer, lane - peer.first_lane, [&](u64& place) {
+      if (!told) read_headers(target);
+      told = true;
+      place = mine ? own.pool + h.place : static_cast<u64*>(cx.shared())[target];
+      return !stop;
+    });
+    if (mine || stop) continue;
     if (Rules::kSignalsAfter) cx.sync();
     if (tid == 0) cx.add_release(peer.control + arrival_at(epoch, h.rank), 1);
   }
@@ -211,12 +217,34 @@ KVF_HD void exchange(Cx& cx, const Params& p) {
   // The own share may be copied beside the other launches of a call: it takes no part in their counting.
   if ((h.flags & ~u32(kOwn)) == 0) return;
 
+  // What the last CTA to leave has to know fits its ticket: how many have left, and how many of them failed.
+  const u64 ticket = state_at(h, offsetof(ExchangeState, ticket));
+  const u32 others = cx.nblocks() - 1;
+  bool last = false;
+
   if (first && (h.flags & (kWaitHeaders | kWaitArrivals)) != 0) {
     if (!read) read_headers(h.rank);
     bool bad = stop;
-    // Asked for now, looked at when the waits are over: the way to the host takes as long as a small call.
-    u64 abort = 0;
-    if (!stop && tid == cx.nthreads() - 1) abort = load_relaxed<u64>(cx, h.host_page + offsetof(ExchangeHostPage, abort));
+    bool alone = false;
+    // A thread that looks after no peer, in a warp without any if there is one: neither wait is to hold up the other.
+    if (tid == (cx.nthreads() > h.world ? cx.nthreads() - 1 : h.rank)) {
+      // Asked for now, looked at when the waits are over: the way to the host takes as long as a small call.
+      const u64 abort = load_relaxed<u64>(cx, h.host_page + offsetof(ExchangeHostPage, abort));
+      // The others mostly leave while this CTA still waits. Then it is the last, and needs no ticket to find out. This
+      // must not wait for them without end: they may need the place that this CTA takes.
+      u64 left = 0;
+      KVF_NO_UNROLL
+      for (u32 polls = 0; polls < kPollsForOthers && !alone; ++polls) {
+        left = cx.load_acquire(ticket);
+        alone = (u32(left) & kLeftMask) == others;
+        if (!alone) cx.spin();
+      }
+      bad |= alone && (u32(left) & ~kLeftMask) != 0;
+      if (abort != 0 && !stop) {
+        bad = true;
+        poison(cx, h, epoch, Blame{kAborted, u32(abort >> 32), 0, 0, abort});
+      }
+    }
     if (!stop && (h.flags & kWaitArrivals) != 0 && peer_thread) {
       const u64 row = ((epoch & 1) * kMaxRanks + tid) * 8;
       const u64 expected = state_at(h, offsetof(ExchangeState, expected)) + row;
@@ -236,29 +264,31 @@ KVF_HD void exchange(Cx& cx, const Params& p) {
         store<u64>(cx, sent, load<u64>(cx, sent) + p.peer[tid].arrivals);
       }
     }
-    if (abort != 0) poison(cx, h, epoch, Blame{kAborted, u32(abort >> 32), 0, 0, abort});
     stop = cx.sync_or(bad);
+    last = cx.sync_or(alone);
     if (!Rules::kLastAdvances && !stop && tid == 0) {
       store<u64>(cx, state_at(h, offsetof(ExchangeState, epoch)), epoch);
     }
   }
 
   // Leave. The ticket's acquire and release make what all CTAs did known to the last one.
-  cx.sync();
-  const u64 ticket = state_at(h, offsetof(ExchangeState, ticket));
-  const bool last = cx.sync_or(tid == 0 && cx.ticket(ticket) == cx.nblocks() - 1);
-  if (!last) return;
-  const u64 poison_at = state_at(h, offsetof(ExchangeState, poison));
-  const bool failed = load_relaxed<u32>(cx, poison_at) != kSound;
+  if (!last) {
+    cx.sync();
+    u32 before = 0;
+    if (tid == 0) before = cx.ticket(ticket, stop ? kLeftFailed : kLeft);
+    last = cx.sync_or(tid == 0 && (before & kLeftMask) == others);
+    if (!last) return;
+    stop = cx.sync_or(stop || (before & ~kLeftMask) != 0);
+  }
   if (tid == 0) {
     store<u32>(cx, ticket, 0);
-    if (failed) {
-      store<u32>(cx, poison_at, kPoisonOld);
+    if (stop) {
+      store<u32>(cx, state_at(h, offsetof(ExchangeState, poison)), kPoisonOld);
     } else if ((h.flags & kAdvance) != 0 && Rules::kLastAdvances) {
       store<u64>(cx, state_at(h, offsetof(ExchangeState, epoch)), epoch);
     }
   }
-  if (failed && (h.flags & kAdvance) != 0) fill_ones(cx, own.pool + h.place, h.result_bytes);
+  if (stop && (h.flags & kAdvance) != 0) fill_ones(cx, own.pool + h.place, h.result_bytes);
 }
 
 // Readies the words that the copy engine stores in the arrival words of peers, after the payload and on its stream. Both

@@ -41,7 +41,7 @@ pub struct Contract {
 }
 
 impl Contract {
-    /// Checks a request and settles everything it leaves open.
+    /// Checks a request and settles everything it leaves open. Takes microseconds: worth keeping for equal requests.
     ///
     /// # Errors
     /// The first argument that is refused, with its index, value and limit.

@@ -58,26 +58,27 @@ pub(super) fn empty_output(
         (_, None) => part::BUSY,
         (_, Some(_)) => part::READY,
     };
-    let id = calls.next_output;
     let place = lease.as_ref().map_or(0, |lease| lease.place().offset);
-    let mine = message(&[status, id, place, bytes]);
+    let mine = message(&[status, calls.next_output, place, bytes]);
     let parts = shared.mesh.gather("output", &mine, shared.patience)?;
-    calls.next_output += 1;
+    // The highest proposal: a rank that missed an earlier attempt which others took for done proposes less.
+    let id = parts.iter().filter_map(|part| word(part, 1)).max().unwrap_or(calls.next_output);
+    calls.next_output = id + 1;
     let shapes = shapes?;
     let mut places = Vec::with_capacity(parts.len());
     for (rank, part) in parts.iter().enumerate() {
-        match (word(part, 0), word(part, 1), word(part, 2)) {
-            (Some(part::READY), Some(theirs), Some(place)) if theirs == id => places.push(place),
-            (Some(part::BUSY), ..) => {
+        match (word(part, 0), word(part, 2)) {
+            (Some(part::READY), Some(place)) => places.push(place),
+            (Some(part::BUSY), _) => {
                 return Err(Error::Busy { what: "the exchange pool", limit: shared.buffers.into() });
             }
-            (Some(part::TOO_LARGE), ..) => {
+            (Some(part::TOO_LARGE), _) => {
                 let needed = word(part, 3).unwrap_or(0);
                 return Err(Error::Capacity { rank, needed, capacity: shared.capacity });
             }
             _ => {
-                let reason = "its arguments were refused, or it made another number of outputs";
-                return Err(SetupError::Disagree { rank, reason: reason.to_owned() }.into());
+                let reason = "its shapes for an output were refused".to_owned();
+                return Err(SetupError::Disagree { rank, reason }.into());
             }
         }
     }

@@ -1,7 +1,7 @@
 //! A communicator: what its users hold, and what is behind it.
 
 use std::ops::Range;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use kvferry_host::ForkGuard;
@@ -23,7 +23,6 @@ use super::wire::Notice;
 use super::{All2AllBuilder, collective};
 use crate::error::{Error, Result};
 use crate::transfer::lock;
-use std::sync::Mutex;
 
 /// Which axis [`All2All::allgather`] joins.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -223,8 +222,9 @@ impl All2All {
         collective::reset(&self.shared)
     }
 
-    /// Closes in good order: waits briefly for the peers to close too, then lets go of their memory. Results stay valid
-    /// as long as they are held. A second call does nothing.
+    /// Closes in good order: waits for a call that runs in another thread ([`abort`](Self::abort) ends it), then briefly
+    /// for the peers to close too, then lets go of their memory. Results stay valid as long as they are held. A second
+    /// call does nothing.
     ///
     /// # Errors
     /// What had broken the communicator, once everything is released.

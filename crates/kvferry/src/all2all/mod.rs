@@ -1,7 +1,7 @@
 //! Attention heads exchanged between the ranks of a group.
 //!
 //! Every rank holds some tokens of all heads; [`All2All::send_recv_heads`] turns that into all tokens of some heads, and
-//! [`All2All::gather_heads`] back. The ranks are processes or threads of one host. They meet at a [`rendezvous`], share
+//! [`All2All::gather_heads`] back. The ranks are processes or threads of one host. They meet at a [`rendezvous()`], share
 //! memory, and from then on talk only through it: headers, bytes, counters of arrivals.
 //!
 //! ```

@@ -218,3 +218,63 @@ pub(crate) fn difference(mine: [u64; 3], theirs: [u64; 3]) -> &'static str {
         "the output, or the session"
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use kvferry_host::{HostBuffer, HostOptions, HostRegion};
+    use kvferry_layout::Dtype;
+
+    use super::*;
+    use crate::memory::Region;
+
+    fn array(tokens: u64) -> ExchangeArray {
+        let buffer = HostBuffer::new(4096, HostOptions::default()).unwrap();
+        ExchangeArray {
+            region: Region::Host(HostRegion::of_buffer(Arc::new(buffer))),
+            offset: 0,
+            shape: [1, tokens, 4, 2],
+            strides: [(tokens * 16) as i64, 16, 4],
+            dtype: Dtype::Float16,
+        }
+    }
+
+    #[test]
+    fn a_call_that_looks_the_same_has_the_same_plan() {
+        let mut cache = PlanCache::default();
+        let options = CallOptions::default();
+        let mut get =
+            |tokens, options: &CallOptions, op| cache.get(op, &[array(tokens)], options, (0, 2)).unwrap();
+        let send = ExchangeOp::SendRecvHeads;
+        let first = get(3, &options, send);
+        assert!(Arc::ptr_eq(&first, &get(3, &options, send)));
+        assert!(!Arc::ptr_eq(&first, &get(4, &options, send)));
+        assert!(!Arc::ptr_eq(&first, &get(3, &options, ExchangeOp::AllGatherTokens)));
+        let other = CallOptions { head_splits: Some(vec![vec![0..3, 3..4]]), ..CallOptions::default() };
+        assert!(!Arc::ptr_eq(&first, &get(3, &other, send)));
+        assert!(Arc::ptr_eq(&first, &get(3, &options, send)));
+        // Used now and then, it outlasts any number of others.
+        for tokens in 0..3 * KEPT as u64 {
+            get(10 + tokens, &options, send);
+            assert!(Arc::ptr_eq(&first, &get(3, &options, send)));
+        }
+        assert_eq!(cache.plans.len(), KEPT);
+    }
+
+    #[test]
+    fn a_refused_call_leaves_nothing() {
+        let mut cache = PlanCache::default();
+        let options = CallOptions { rank_tokens: Some(vec![vec![9, 9]]), ..CallOptions::default() };
+        assert!(cache.get(ExchangeOp::SendRecvHeads, &[array(3)], &options, (0, 2)).is_err());
+        assert!(cache.plans.is_empty());
+    }
+
+    #[test]
+    fn a_difference_is_named() {
+        assert!(difference([1, 2, 3], [0, 2, 3]).contains("dtype"));
+        assert!(difference([1, 2, 3], [1, 0, 0]).contains("shapes"));
+        assert!(difference([1, 2, 3], [1, 2, 0]).contains("heads"));
+        assert!(difference([1, 2, 3], [1, 2, 3]).contains("output"));
+    }
+}

@@ -4,6 +4,7 @@ use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use kvferry_cuda::StreamHandle;
+use kvferry_host::ForkGuard;
 use kvferry_layout::exchange::HeadLayout;
 
 use super::backend::{Backend, CaptureId};
@@ -42,6 +43,8 @@ pub(crate) struct Pool {
     /// streams are done).
     newest_first: bool,
     held: Mutex<Held>,
+    /// In a forked child a lock may be held for ever, and nothing there is the child's to return.
+    fork: ForkGuard,
 }
 
 #[derive(Debug)]
@@ -67,7 +70,7 @@ impl Pool {
             captures: HashMap::new(),
         };
         let step = capacity.next_multiple_of(PLACE_ALIGN);
-        Pool { backend, step, buffers, newest_first, held: Mutex::new(held) }
+        Pool { backend, step, buffers, newest_first, held: Mutex::new(held), fork: ForkGuard::new() }
     }
 
     fn held(&self) -> MutexGuard<'_, Held> {
@@ -177,6 +180,9 @@ impl Lease {
 
 impl Drop for Lease {
     fn drop(&mut self) {
+        if self.pool.fork.check().is_err() {
+            return;
+        }
         let streams = std::mem::take(self.streams.get_mut().unwrap_or_else(PoisonError::into_inner));
         self.pool.backend.release(self.place, &streams);
         self.pool.give(self.place);
@@ -198,5 +204,154 @@ impl Region {
                 .into()),
             },
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use kvferry_host::{HostBuffer, HostOptions, HostRegion};
+    use kvferry_layout::Dtype;
+    use kvferry_layout::exchange::ExchangeOp;
+
+    use super::*;
+    use crate::all2all::backend::{Launch, Transport, Trouble};
+    use crate::all2all::options::ExchangeArray;
+    use crate::all2all::plan::Plan;
+    use crate::all2all::protocol::Refusal;
+    use crate::transfer::lock;
+
+    /// Has memory, and remembers what it was told of it.
+    #[derive(Debug)]
+    struct Memory {
+        pool: Region,
+        transport: Transport,
+        released: Mutex<Vec<(Place, usize)>>,
+    }
+
+    impl Backend for Memory {
+        fn transport(&self) -> &Transport {
+            &self.transport
+        }
+        fn pool(&self) -> &Region {
+            &self.pool
+        }
+        fn accepts(&self, _: &Region) -> Result<()> {
+            Ok(())
+        }
+        fn run(&self, _: &Launch<'_>) -> std::result::Result<(), Trouble> {
+            Ok(())
+        }
+        fn refuse(&self, _: ExchangeOp, _: Refusal, _: Option<StreamHandle>) -> bool {
+            false
+        }
+        fn copy_out(&self, _: &Plan, _: Place, _: &[ExchangeArray], _: Option<StreamHandle>) -> Result<()> {
+            Ok(())
+        }
+        fn release(&self, place: Place, streams: &[StreamHandle]) {
+            lock(&self.released).push((place, streams.len()));
+        }
+        fn abort(&self, _: u32, _: usize) {}
+        fn set_timeout(&self, _: Duration) {}
+        fn peer_left(&self, _: usize) {}
+        fn epoch(&self) -> u64 {
+            0
+        }
+        fn quiesce(&self) -> Result<()> {
+            Ok(())
+        }
+        fn reset(&self) -> Result<()> {
+            Ok(())
+        }
+        fn close(&self, _: bool) {}
+    }
+
+    fn pool(capacity: u64, buffers: u32, newest_first: bool) -> (Arc<Memory>, Arc<Pool>) {
+        let bytes = pool_bytes(capacity, buffers).unwrap() as usize;
+        let buffer = HostBuffer::new(bytes, HostOptions::default()).unwrap();
+        let memory = Arc::new(Memory {
+            pool: Region::Host(HostRegion::of_buffer(Arc::new(buffer))),
+            transport: Transport { name: "none", why: String::new() },
+            released: Mutex::default(),
+        });
+        let pool = Arc::new(Pool::new(Arc::clone(&memory) as _, capacity, buffers, newest_first));
+        (memory, pool)
+    }
+
+    fn slot(lease: &Lease) -> Slot {
+        lease.place().slot
+    }
+
+    #[test]
+    fn a_buffer_is_free_once_its_last_result_is_dropped_and_the_backend_told() {
+        let (memory, pool) = pool(100, 2, true);
+        let lease = pool.take(None).unwrap();
+        let place = lease.place();
+        let shape = |offset| ResultShape { offset, shape: [1, 1, 1, 8], strides: [8; 3], dtype: Dtype::Int8 };
+        let results = lease.results(&[shape(0), shape(16)], HeadLayout::Bnhd).unwrap();
+        assert!(lease.results(&[shape(1 << 20)], HeadLayout::Bnhd).is_err());
+        drop(lease);
+        let base = memory.pool.span().addr + place.offset;
+        assert_eq!(results[1].region().span().addr, base + 16);
+        results[1].record_stream(StreamHandle::LEGACY);
+        results[1].record_stream(StreamHandle::LEGACY);
+        let [first, second] = results.try_into().unwrap();
+        drop(second);
+        assert_eq!((pool.free(), lock(&memory.released).len()), (1, 0));
+        drop(first.clone());
+        drop(first);
+        assert_eq!((pool.free(), lock(&memory.released).clone()), (2, vec![(place, 1)]));
+    }
+
+    #[test]
+    fn places_are_pages_apart_and_the_landing_place_is_nobody_s() {
+        let (memory, pool) = pool(4097, 3, true);
+        let held: Vec<_> = (0..3).map(|_| pool.take(None).unwrap()).collect();
+        assert!(pool.take(None).is_none());
+        let mut offsets: Vec<u64> = held.iter().map(|lease| lease.place().offset).collect();
+        offsets.push(pool.landing().offset);
+        offsets.sort_unstable();
+        assert_eq!(offsets, [0, 8192, 16384, 24576]);
+        assert_eq!(memory.pool.span().len, 32768);
+        assert_eq!(pool_bytes(u64::MAX, 1), None);
+        assert_eq!(pool_bytes(1 << 62, 1), None);
+    }
+
+    #[test]
+    fn hosts_reuse_the_newest_and_devices_the_oldest() {
+        for (newest_first, expected) in [(true, Slot::Buffer(1)), (false, Slot::Buffer(0))] {
+            let (_memory, pool) = pool(1, 2, newest_first);
+            let taken = [pool.take(None).unwrap(), pool.take(None).unwrap()];
+            let [zero, one] = if slot(&taken[0]) == Slot::Buffer(0) { [0, 1] } else { [1, 0] };
+            let mut taken = taken.map(Some);
+            taken[zero] = None;
+            taken[one] = None;
+            assert_eq!(slot(&pool.take(None).unwrap()), expected);
+        }
+    }
+
+    #[test]
+    fn buffers_of_a_capture_stay_with_its_graph() {
+        let (_memory, pool) = pool(1, 3, true);
+        let (one, two) = (Some(CaptureId(1)), Some(CaptureId(2)));
+        let first = pool.take(one).unwrap();
+        let place = first.place();
+        drop(first);
+        // Free for the same capture only.
+        assert_eq!(pool.free(), 2);
+        assert_ne!(pool.take(two).unwrap().place(), place);
+        assert_ne!(pool.take(None).unwrap().place(), place);
+        assert_eq!(pool.take(one).unwrap().place(), place);
+        assert_eq!(pool.free(), 1);
+        // A result held across the graph's end is free for all afterwards.
+        let held = pool.take(one).unwrap();
+        pool.end_capture(CaptureId(1));
+        assert_eq!(pool.free(), 1);
+        drop(held);
+        assert_eq!(pool.free(), 2);
+        pool.end_capture(CaptureId(2));
+        pool.end_capture(CaptureId(2));
+        assert_eq!(pool.free(), 3);
     }
 }

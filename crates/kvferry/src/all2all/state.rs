@@ -232,17 +232,17 @@ impl Monitor {
         }
     }
 
-    /// What stands in the way of a reset: a rank that cannot take part.
+    /// What stands in the way of a reset: a rank that cannot take part, as seen or as told.
     pub(crate) fn missing(&self) -> Option<ExchangeFailure> {
-        let (dead, left) = (self.dead.load(Ordering::Acquire), self.left.load(Ordering::Acquire));
-        let peer = |mask: u64| mask.trailing_zeros() as usize;
-        if dead != 0 {
-            let peer = peer(dead);
+        let gone = |mask: u64| (mask != 0).then(|| mask.trailing_zeros() as usize);
+        if let Some(peer) = gone(self.dead.load(Ordering::Acquire)) {
             return Some(ExchangeFailure::PeerDied { peer, pid: self.pid(peer), when: self.when() });
         }
-        (left != 0).then(|| {
-            let peer = peer(left);
-            ExchangeFailure::PeerClosed { peer, pid: self.pid(peer), when: self.when() }
+        if let Some(peer) = gone(self.left.load(Ordering::Acquire)) {
+            return Some(ExchangeFailure::PeerClosed { peer, pid: self.pid(peer), when: self.when() });
+        }
+        self.broken_by().filter(|failure| {
+            matches!(failure, ExchangeFailure::PeerDied { .. } | ExchangeFailure::PeerClosed { .. })
         })
     }
 

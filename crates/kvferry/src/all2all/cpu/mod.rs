@@ -5,11 +5,11 @@ mod setup;
 mod wait;
 
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, RwLock};
+use std::sync::{Mutex, RwLock};
 use std::time::Duration;
 
 use kvferry_cuda::StreamHandle;
-use kvferry_host::{Bell, Copier, CopyHint, CopyNest, HostRegion, Loop, SharedMemory, SharedWords};
+use kvferry_host::{Bell, Copier, CopyHint, CopyNest, HostRegion, Loop, SharedWords};
 use kvferry_kernels::{MAX_RANKS, abort_word};
 use kvferry_layout::exchange::ExchangeOp;
 
@@ -81,8 +81,6 @@ pub(super) struct CpuBackend {
     /// Calls finished, for who does not hold `local`.
     epoch: AtomicU64,
     spin: Duration,
-    /// Keeps the descriptor only until set-up is done; the mapping lives in `own`.
-    _memory: SharedMemory,
 }
 
 /// A piece, ready to be walked.
@@ -271,10 +269,3 @@ fn copy_of(shape: &ResultShape, array: &ExchangeArray) -> Result<CopyNest> {
     }
     nest(shape.shape[3] * shape.dtype.bytes(), &loops)
 }
-
-/// Shared by the constructor and its tests.
-fn transport() -> Transport {
-    Transport { name: "shared memory", why: "the ranks compute on the CPU of one host".to_owned() }
-}
-
-const _: fn(Arc<CpuBackend>) -> Arc<dyn Backend> = |backend| backend;

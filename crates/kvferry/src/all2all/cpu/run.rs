@@ -1,4 +1,4 @@
-//! The steps of [`protocol`](crate::all2all::protocol), by one thread.
+//! The steps of [`protocol`], by one thread.
 
 use std::sync::PoisonError;
 

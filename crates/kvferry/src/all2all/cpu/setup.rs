@@ -8,8 +8,8 @@ use kvferry_host::{SharedMemory, SharedWords};
 use kvferry_kernels::{BELL_OFFSET, CONTROL_BYTES, PROBE_OFFSET};
 
 use super::wait::spin_limit;
-use super::{CpuBackend, Local, Mapped, nanoseconds, page, transport};
-use crate::all2all::backend::{Backend, Setup};
+use super::{CpuBackend, Local, Mapped, nanoseconds, page};
+use crate::all2all::backend::{Backend, Setup, Transport};
 use crate::all2all::setup::SetupError;
 use crate::error::{Error, Result};
 use crate::memory::Region;
@@ -54,7 +54,10 @@ pub(in crate::all2all) fn connect(setup: &Setup<'_>) -> Result<Arc<dyn Backend>>
         rank,
         world,
         pool_bytes,
-        transport: transport(),
+        transport: Transport {
+            name: "shared memory",
+            why: "the ranks compute on the CPU of one host".to_owned(),
+        },
         pool: Region::Host(own.pool.clone()),
         own,
         peers: RwLock::new(peers),
@@ -62,7 +65,6 @@ pub(in crate::all2all) fn connect(setup: &Setup<'_>) -> Result<Arc<dyn Backend>>
         local: Mutex::new(Local::new()),
         epoch: AtomicU64::new(0),
         spin: spin_limit(world),
-        _memory: memory,
     }))
 }
 
