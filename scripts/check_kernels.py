@@ -26,12 +26,31 @@ FLAGS = ("-std=c++17", "-O3", "-Iinclude", "-Werror=all-warnings")
 
 STRIDED = ("strided_tile", "strided_tile_large", "strided_word", "strided_word_large")
 # 65,536 registers per multiprocessor: 64 allow one CTA of 1,024 threads, what the launch geometry counts on.
-REGISTER_CAP = {"vectorized_copy": 64} | dict.fromkeys(STRIDED, 64)
+EXCHANGE = ("exchange", "exchange_large")
+REGISTER_CAP = (
+    {"vectorized_copy": 64, "exchange_arrive": 64, "exchange_probe": 64}
+    | dict.fromkeys(STRIDED, 64)
+    | dict.fromkeys(EXCHANGE, 64)
+)
 # A 16-byte access in any of its spellings, with or without cache hints.
 WIDE = r"\.global(?:\.[\w:]+)*\.(?:v2\.[usbf]64|v4\.[usbf]32|b128)\b"
-PTX_MUST_HAVE = dict.fromkeys(REGISTER_CAP, (rf"\bld{WIDE}", rf"\bst{WIDE}"))
-# Parameters are read where they lie: a copy of 32 KiB per thread would be a stack frame.
-PTX_MUST_NOT_HAVE = dict.fromkeys(STRIDED, (r"\.local\b",))
+WIDE_ACCESS = (rf"\bld{WIDE}", rf"\bst{WIDE}")
+# What ranks tell each other is ordered beyond the GPU: an arrival releases the bytes before it, and whoever
+# waits acquires.
+ARRIVE, ACQUIRE = r"\bred\.release\.sys\.global\.add\.u64\b", r"\bld\.acquire\.sys\.global\.u64\b"
+RELEASE, TICKET = r"\bst\.release\.sys\.global\.u64\b", r"\batom\.acq_rel\.gpu\.global\.add\.u32\b"
+PTX_MUST_HAVE = (
+    dict.fromkeys((*STRIDED, "vectorized_copy"), WIDE_ACCESS)
+    | dict.fromkeys(EXCHANGE, (*WIDE_ACCESS, ARRIVE, ACQUIRE, RELEASE, TICKET))
+    | {"exchange_probe": (ACQUIRE, RELEASE)}
+)
+# Parameters are read where they lie: a copy of 32 KiB per thread would be a stack frame. What a peer writes
+# while the kernel runs is never read through the cache for read-only data.
+PTX_MUST_NOT_HAVE = (
+    dict.fromkeys(STRIDED, (r"\.local\b",))
+    | dict.fromkeys(EXCHANGE, (r"\.local\b", r"\.nc\b"))
+    | {"exchange_probe": (r"\.nc\b",)}
+)
 
 
 @dataclass(frozen=True)
@@ -108,7 +127,7 @@ def check_ptx(nvcc: Path, source: Path, arch: str, out: Path) -> list[tuple[str,
         faults += [
             f"has {pattern}" for pattern in PTX_MUST_NOT_HAVE.get(kernel, ()) if re.search(pattern, text)
         ]
-        lines.append((f"{kernel:24} compute_{arch}: wide loads and stores {counts}", faults))
+        lines.append((f"{kernel:24} compute_{arch}: wanted accesses {counts}", faults))
     return lines
 
 

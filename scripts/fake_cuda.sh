@@ -37,9 +37,9 @@ mkdir -p "$out/obj"
 # Sources whose object is older than them, than any header or than other flags are compiled, two at a time.
 if [ "$(cat "$out/obj/flags" 2>/dev/null)" != "$cxx ${flags[*]}" ]; then rm -f "$out"/obj/*.o; fi
 echo "$cxx ${flags[*]}" > "$out/obj/flags"
-newest=$(ls -t "$root"/cuda/fake/*.h "$root"/cuda/include/kvferry/*.cuh | head -1)
+newest=$(ls -t "$root"/cuda/fake/*.h "$root"/cuda/host/fiber.hpp "$root"/cuda/include/kvferry/*.cuh | head -1)
 objects=() todo=()
-for source in "$root"/cuda/fake/*.cpp; do
+for source in "$root"/cuda/fake/*.cpp "$root"/cuda/host/fiber.cpp; do
   object=$out/obj/$(basename "$source" .cpp).o
   objects+=("$object")
   if [ ! "$object" -nt "$source" ] || [ ! "$object" -nt "$newest" ]; then todo+=("$source"); fi

@@ -32,6 +32,8 @@ int attribute(u32 which, CUdevice device) {
       return 48 << 10;  // shared memory per block
     case 10:
       return 32;  // warp
+    case 11:
+      return 0x7fffffff;  // pitch of a copy
     case 13:
       return 1980000;  // clock, kHz
     case 16:

@@ -5,9 +5,11 @@
 #include <numeric>
 
 #include "fault.h"
+#include "grid.h"
 #include "memory.h"
 #include "stream.h"
 
+#include "kvferry/exchange.cuh"
 #include "kvferry/vectorized_copy.cuh"
 #if __has_include("kvferry/strided_copy.cuh")
 #include "kvferry/strided_copy.cuh"
@@ -41,8 +43,8 @@ void check_access(const Context& context, Seen& seen, u64 address, u64 bytes, bo
   if (!(write ? seen.writable : seen.readable)) stop_with(CUDA_ERROR_ILLEGAL_ADDRESS);
 }
 
-// The context (see platform.cuh) of one simulated thread. Barriers are not there: the kernels have none, and one that
-// gets some does not compile here until it has fibers (cuda/host).
+// The context (see platform.cuh) of one simulated thread, without what needs a scheduler. Ranks run on different threads:
+// what is atomic on a GPU is so here.
 template <bool kChecked>
 class FakeCx {
  public:
@@ -75,6 +77,34 @@ class FakeCx {
     __atomic_compare_exchange_n(word, &expected, desired, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED);
     return expected;
   }
+  u32 ticket(u64 address, u32 value) {
+    look(address, sizeof(u32), true);
+    return __atomic_fetch_add(reinterpret_cast<u32*>(bytes_of(address)), value, __ATOMIC_ACQ_REL);
+  }
+
+  // Stronger than on a GPU, where the start and the end of a kernel order what these do not.
+  template <class V>
+  V load_relaxed(u64 address) {
+    look(address, sizeof(V), false);
+    if constexpr (sizeof(V) == 16) {
+      const auto* const words = reinterpret_cast<const u64*>(bytes_of(address));
+      const u64 lo = __atomic_load_n(words, __ATOMIC_ACQUIRE);
+      return {lo, __atomic_load_n(words + 1, __ATOMIC_ACQUIRE)};
+    } else {
+      return __atomic_load_n(reinterpret_cast<const V*>(bytes_of(address)), __ATOMIC_ACQUIRE);
+    }
+  }
+  u64 load_acquire(u64 address) { return load_relaxed<u64>(address); }
+  void store_release(u64 address, u64 value) {
+    look(address, sizeof(u64), true);
+    __atomic_store_n(reinterpret_cast<u64*>(bytes_of(address)), value, __ATOMIC_RELEASE);
+  }
+  void store_relaxed(u64 address, u64 value) { store_release(address, value); }
+  void add_release(u64 address, u64 value) {
+    look(address, sizeof(u64), true);
+    __atomic_fetch_add(reinterpret_cast<u64*>(bytes_of(address)), value, __ATOMIC_ACQ_REL);
+  }
+  void add_relaxed(u64 address, u64 value) { add_release(address, value); }
 
  private:
   void look(u64 address, u64 bytes, bool write) {
@@ -105,6 +135,40 @@ CUresult run_threads(Body body, const LaunchShape& shape, const Params& params) 
   });
 }
 
+// As above, for bodies with barriers and waits.
+template <bool kChecked>
+class FiberCx : public FakeCx<kChecked> {
+ public:
+  FiberCx(const LaunchShape& shape, void* shared, Seen& seen, Grid& grid)
+      : FakeCx<kChecked>(shape, shared, seen), grid_(grid) {}
+
+  void sync() { grid_.sync_or(false); }
+  bool sync_or(bool mine) { return grid_.sync_or(mine); }
+  void spin() { grid_.yield(); }
+  void poll() { grid_.yield(); }
+  u64 clock() { return Grid::clock(); }
+
+ private:
+  Grid& grid_;
+};
+
+template <class Params, bool kChecked, class Body>
+CUresult run_fibers(Body body, const LaunchShape& shape, const Params& params) {
+  return Grid::run(shape, [&](Grid& grid, u32 block, u32 thread, void* shared) {
+    Seen seen;
+    FiberCx<kChecked> cx(shape, shared, seen, grid);
+    cx.block = block;
+    cx.thread = thread;
+    body(cx, params);
+  });
+}
+
+template <class Params, class Body>
+CUresult run_waiting_body(Body body, const LaunchShape& shape, const void* params) {
+  const Params& p = *static_cast<const Params*>(params);
+  return settings().check ? run_fibers<Params, true>(body, shape, p) : run_fibers<Params, false>(body, shape, p);
+}
+
 template <class Params, class Body>
 CUresult run_body(Body body, const LaunchShape& shape, const void* params) {
   const Params& p = *static_cast<const Params*>(params);
@@ -117,10 +181,17 @@ CUresult run_body(Body body, const LaunchShape& shape, const void* params) {
      return run_body<Params>([](auto& cx, const Params& p) { body(cx, p); }, shape, params); \
    }},
 
+// A fiber per thread: fewer threads than a GPU takes. Whoever launches asks for the limit.
+#define KVF_FAKE_WAITING_KERNEL(symbol, body, Params, most)                                          \
+  {#symbol, sizeof(Params), most < 64 ? most : 64, [](const LaunchShape& shape, const void* params) { \
+     return run_waiting_body<Params>([](auto& cx, const Params& p) { body(cx, p); }, shape, params); \
+   }},
+
 const Kernel kKernels[] = {KVF_VECTORIZED_COPY_KERNELS(KVF_FAKE_KERNEL)
 #if defined(KVF_STRIDED_COPY_KERNELS)
                                KVF_STRIDED_COPY_KERNELS(KVF_FAKE_KERNEL)
 #endif
+                               KVF_EXCHANGE_KERNELS(KVF_FAKE_WAITING_KERNEL)
 };
 
 }  // namespace

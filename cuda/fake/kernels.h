@@ -16,7 +16,7 @@ struct Kernel {
   const char* name;
   std::size_t params_bytes;
   u32 most_threads;  // per block
-  // Runs every thread of every block, one after the other. `params` is aligned to 16 bytes.
+  // Runs every thread of every block: one after the other, or by turns where they wait (grid.h). `params` is aligned to 16 bytes.
   CUresult (*run)(const LaunchShape& shape, const void* params);
 };
 

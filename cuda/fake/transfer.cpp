@@ -62,6 +62,29 @@ CUresult run_copies(const std::vector<Copy>& copies) {
   return CUDA_SUCCESS;
 }
 
+CUresult prepare(const Box& box) {
+  const auto inside = [&](u64 at, u64 row, u64 layer) {
+    const u64 bytes = (box.layers - 1) * layer + (box.rows - 1) * row + box.width;
+    bool known = false;
+    return look_up(at, bytes, Side::kDevice, known);
+  };
+  KVF_TRY(inside(box.dst, box.dst_row, box.dst_layer));
+  return inside(box.src, box.src_row, box.src_layer);
+}
+
+CUresult run_box(const Box& box) {
+  std::vector<u64> order(box.rows * box.layers);
+  std::iota(order.begin(), order.end(), u64(0));
+  for (std::size_t i = order.size(); i > 1; --i) std::swap(order[i - 1], order[random_below(i)]);
+  for (const u64 at : order) {
+    const u64 row = at % box.rows, layer = at / box.rows;
+    const u64 dst = box.dst + layer * box.dst_layer + row * box.dst_row;
+    const u64 src = box.src + layer * box.src_layer + row * box.src_row;
+    KVF_TRY(run_copy({dst, src, box.width, true, true}));
+  }
+  return CUDA_SUCCESS;
+}
+
 CUresult run_fill(const Fill& fill) {
   const u64 row = fill.width * fill.element;
   if (row == 0 || fill.height == 0) return CUDA_SUCCESS;

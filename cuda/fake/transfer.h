@@ -21,6 +21,19 @@ CUresult prepare(Copy& copy, Side dst, Side src);
 CUresult run_copy(const Copy& copy);
 CUresult run_copies(const std::vector<Copy>& copies);  // in random order
 
+// A copy of `rows` times `layers` runs. Device memory on both sides, known when it was submitted.
+struct Box {
+  u64 dst;
+  u64 src;
+  u64 width;
+  u64 rows;
+  u64 layers;
+  u64 dst_row, dst_layer;  // bytes per step
+  u64 src_row, src_layer;
+};
+CUresult prepare(const Box& box);
+CUresult run_box(const Box& box);
+
 struct Fill {
   u64 dst;
   u64 pitch;

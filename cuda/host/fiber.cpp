@@ -10,6 +10,9 @@
 #if defined(__SANITIZE_ADDRESS__)
 #include <sanitizer/common_interface_defs.h>
 #endif
+#if defined(__SANITIZE_THREAD__)
+#include <sanitizer/tsan_interface.h>
+#endif
 
 namespace kvferry::host {
 namespace {
@@ -49,7 +52,12 @@ Fiber::Fiber() {
   stack_ = static_cast<char*>(memory_) + page;
 }
 
-Fiber::~Fiber() { munmap(memory_, memory_bytes_); }
+Fiber::~Fiber() {
+#if defined(__SANITIZE_THREAD__)
+  if (tsan_self_ != nullptr) __tsan_destroy_fiber(tsan_self_);
+#endif
+  munmap(memory_, memory_bytes_);
+}
 
 void Fiber::start(void (*entry)(void*), void* argument) {
   entry_ = entry;
@@ -63,6 +71,18 @@ void Fiber::start(void (*entry)(void*), void* argument) {
   const auto self = reinterpret_cast<std::uintptr_t>(this);
   makecontext(&self_, reinterpret_cast<void (*)()>(&Fiber::trampoline), 2, static_cast<unsigned>(self),
               static_cast<unsigned>(self >> 32));
+#if defined(__SANITIZE_THREAD__)
+  if (tsan_self_ != nullptr) __tsan_destroy_fiber(tsan_self_);
+  tsan_self_ = __tsan_create_fiber(0);
+#endif
+}
+
+void Fiber::tell_tsan(void* next) {
+#if defined(__SANITIZE_THREAD__)
+  __tsan_switch_to_fiber(next, 0);
+#else
+  (void)next;
+#endif
 }
 
 void Fiber::trampoline(unsigned low, unsigned high) {
@@ -71,6 +91,7 @@ void Fiber::trampoline(unsigned low, unsigned high) {
   fiber->entry_(fiber->argument_);
   fiber->ended_ = true;
   leaving(nullptr, fiber->outer_stack_, fiber->outer_bytes_);
+  fiber->tell_tsan(fiber->tsan_outer_);
   swapcontext(&fiber->self_, &fiber->scheduler_);
   std::abort();  // an ended fiber is never resumed
 }
@@ -78,6 +99,10 @@ void Fiber::trampoline(unsigned low, unsigned high) {
 bool Fiber::resume() {
   void* saved = nullptr;
   leaving(&saved, stack_, stack_bytes_);
+#if defined(__SANITIZE_THREAD__)
+  tsan_outer_ = __tsan_get_current_fiber();
+#endif
+  tell_tsan(tsan_self_);
   if (swapcontext(&scheduler_, &self_) != 0) die("swapcontext");
   entered(saved, nullptr, nullptr);
   return ended_;
@@ -86,6 +111,7 @@ bool Fiber::resume() {
 void Fiber::yield() {
   void* saved = nullptr;
   leaving(&saved, outer_stack_, outer_bytes_);
+  tell_tsan(tsan_outer_);
   if (swapcontext(&self_, &scheduler_) != 0) die("swapcontext");
   entered(saved, &outer_stack_, &outer_bytes_);
 }

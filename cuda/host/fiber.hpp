@@ -24,6 +24,8 @@ class Fiber {
 
  private:
   static void trampoline(unsigned low, unsigned high);
+  // The thread sanitizer must be told as well.
+  static void tell_tsan(void* next);
 
   void* memory_;
   std::size_t memory_bytes_;
@@ -37,6 +39,8 @@ class Fiber {
   // The scheduler's stack, as the address sanitizer knows it; unused without.
   const void* outer_stack_ = nullptr;
   std::size_t outer_bytes_ = 0;
+  void* tsan_self_ = nullptr;
+  void* tsan_outer_ = nullptr;
 };
 
 }  // namespace kvferry::host

@@ -24,6 +24,8 @@ struct Cta {
   std::vector<U128> shared;
   u32 waiting;
   u32 ended;
+  bool any;   // of those that wait
+  bool said;  // of those that the barrier let go last: nobody reaches the next one before all have looked
 };
 
 class Wave final : public Scheduler {
@@ -48,6 +50,13 @@ class Wave final : public Scheduler {
     progress_ = true;
     release(cta);
     current_->fiber.yield();
+  }
+
+  bool sync_or(u32 block, u32 thread, bool mine) override {
+    Cta& cta = ctas_[current_->cta];
+    cta.any |= mine;
+    sync(block, thread);
+    return cta.said;
   }
 
   void poll(u32, u32) override { current_->fiber.yield(); }
@@ -112,6 +121,8 @@ class Wave final : public Scheduler {
     if (cta.waiting == 0 || cta.waiting + cta.ended < launch_.nthreads) return;
     if (cta.ended > 0) monitor_.fault(kBarrierDiverged, 0, current_->block, current_->thread);
     cta.waiting = 0;
+    cta.said = cta.any;
+    cta.any = false;
     const std::size_t first = static_cast<std::size_t>(&cta - ctas_.data()) * launch_.nthreads;
     for (std::size_t i = first; i < first + launch_.nthreads; ++i) {
       if (threads_[i]->state == State::kAtBarrier) threads_[i]->state = State::kReady;

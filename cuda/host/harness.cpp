@@ -1,9 +1,11 @@
 // The C interface through which the Rust tests run kernel bodies on the host.
 #include <cstring>
 
+#include "kvferry/exchange.cuh"
 #include "kvferry/strided_copy.cuh"
 #include "schedule.hpp"
 #include "selftest.hpp"
+#include "world.hpp"
 
 #if defined(__SANITIZE_ADDRESS__)
 #include <sanitizer/asan_interface.h>
@@ -70,6 +72,9 @@ u64 kvf_host_layout(const char* type, const char* field) {
     if (std::strcmp(type, "Launch") == 0) return sizeof(host::Launch);
     if (std::strcmp(type, "Region") == 0) return sizeof(host::Region);
     if (std::strcmp(type, "Report") == 0) return sizeof(host::Report);
+    if (std::strcmp(type, "WorldOp") == 0) return sizeof(host::WorldOp);
+    if (std::strcmp(type, "WorldRank") == 0) return sizeof(host::WorldRank);
+    if (std::strcmp(type, "WorldRun") == 0) return sizeof(host::WorldRun);
   }
 #define KVF_OFFSET(name, offset) \
   if (std::strcmp(field, #name) == 0) return offsetof(Struct, name);
@@ -88,6 +93,21 @@ u64 kvf_host_layout(const char* type, const char* field) {
   KVF_LAYOUT(StridedReport, KVF_STRIDED_REPORT_FIELDS)
   KVF_LAYOUT(StridedSmall, KVF_STRIDED_PARAMS_FIELDS)
   KVF_LAYOUT(StridedLarge, KVF_STRIDED_PARAMS_FIELDS)
+#define KVF_ALL_PARAMS_FIELDS(X) KVF_EXCHANGE_PARAMS_FIELDS(X) X(item, ~u64(0))
+  KVF_LAYOUT(ExchangeState, KVF_EXCHANGE_STATE_FIELDS)
+  KVF_LAYOUT(ExchangeRecord, KVF_EXCHANGE_RECORD_FIELDS)
+  KVF_LAYOUT(ExchangeHostPage, KVF_EXCHANGE_HOST_PAGE_FIELDS)
+  KVF_LAYOUT(ExchangeHeader, KVF_EXCHANGE_HEADER_FIELDS)
+  KVF_LAYOUT(ExchangePeer, KVF_EXCHANGE_PEER_FIELDS)
+  KVF_LAYOUT(ExchangeLoop, KVF_EXCHANGE_LOOP_FIELDS)
+  KVF_LAYOUT(ExchangeItem, KVF_EXCHANGE_ITEM_FIELDS)
+  KVF_LAYOUT(ExchangeSmall, KVF_ALL_PARAMS_FIELDS)
+  KVF_LAYOUT(ExchangeLarge, KVF_ALL_PARAMS_FIELDS)
+  KVF_LAYOUT(ExchangeArriveParams, KVF_EXCHANGE_ARRIVE_FIELDS)
+  KVF_LAYOUT(ExchangeProbePeer, KVF_EXCHANGE_PROBE_PEER_FIELDS)
+  KVF_LAYOUT(ExchangeProbeReport, KVF_EXCHANGE_PROBE_REPORT_FIELDS)
+  KVF_LAYOUT(ExchangeProbeParams, KVF_EXCHANGE_PROBE_FIELDS)
+#undef KVF_ALL_PARAMS_FIELDS
 #undef KVF_LAYOUT
 #undef KVF_OFFSET
   return ~u64(0);

@@ -18,6 +18,10 @@ class NoSwitching final : public Scheduler {
  public:
   explicit NoSwitching(Monitor& monitor) : monitor_(monitor) {}
   void sync(u32 block, u32 thread) override { monitor_.fault(kBarrierInLoop, 0, block, thread); }
+  bool sync_or(u32 block, u32 thread, bool mine) override {
+    sync(block, thread);
+    return mine;
+  }
   void poll(u32 block, u32 thread) override { monitor_.fault(kBarrierInLoop, 0, block, thread); }
 
  private:

@@ -63,6 +63,12 @@ class Monitor {
     report_->counts[kind] += 1;
   }
 
+  // The store counter of a byte; null where none is kept.
+  u8* counter(u64 address) {
+    const Region* region = find(kWrite, address, 1);
+    return region == nullptr || region->counters == nullptr ? nullptr : region->counters + (address - region->base);
+  }
+
   // Whether the access may be carried out.
   bool check(Access access, u64 address, u64 bytes, u32 block, u32 thread) {
     if (address % bytes != 0) fault(kMisaligned, address, block, thread);

@@ -760,7 +760,7 @@ class TransferContext:
         threads: copy threads, 1 to 1024 (default: the usable CPUs, at most 16); they start with the first job
         that needs them. ordered: jobs in the same direction run one after the other, in order of submission;
         by default nothing orders them.
-        staging_bytes, pinned_bytes: most GPU memory (default 54 MiB) and pinned memory (default 16 MiB) that
+        staging_bytes, pinned_bytes: most GPU memory (default 50 MiB) and pinned memory (default 14 MiB) that
         it takes beside the layouts, from 1 MiB up.
         """
     def transfer(

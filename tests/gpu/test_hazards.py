@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import threading
 import time
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pytest
@@ -188,37 +188,58 @@ def test_28_library_threads_do_not_break_captures(shared: kf.TransferContext) ->
     assert not failures, failures[0]
 
 
-@pytest.mark.parametrize(
-    "engine",
-    [
-        "kernel",
-        pytest.param(
-            "batch",
-            marks=pytest.mark.xfail(
-                reason="driver 580 waits in cuMemcpyBatchAsync behind a held stream", strict=False
-            ),
-        ),
-    ],
-)
-def test_29_a_full_ring_never_blocks_the_thread_that_would_empty_it(
-    shared: kf.TransferContext, engine: Literal["kernel", "batch"]
-) -> None:
+def many_blocks() -> tuple[Pair, list[int]]:
+    """More blocks than the parameters of a launch hold, and their ids."""
+    count = 6000
+    return pair(Geometry(count, 1, 1, 1, 1, 16, "uint8"), "pinned", "device"), list(range(count))
+
+
+def test_29_a_full_ring_never_blocks_the_thread_that_would_empty_it(shared: kf.TransferContext) -> None:
     """Ring slots held by a stream that waits for this very thread: submitting goes on, or says Busy."""
-    count = 6000  # more than the parameters of a launch hold
-    both = pair(Geometry(count, 1, 1, 1, 1, 16, "uint8"), "pinned", "device")
-    ids = list(range(count))
+    both, ids = many_blocks()
     with Stream() as stream, Hold(stream, limit=30) as hold:
         jobs, slowest = [], 0.0
         for _ in range(scaled(100, 40)):
             start = time.monotonic()
             try:
-                jobs.append(shared.transfer(both.src, both.dst, ids, ids, stream=stream, engine=engine))
+                jobs.append(shared.transfer(both.src, both.dst, ids, ids, stream=stream, engine="kernel"))
             except kf.Busy:
                 break
             finally:
                 slowest = max(slowest, time.monotonic() - start)
         assert jobs and slowest < 5
         hold.release()
+        for job in jobs:
+            job.wait(60)
+    both.check(ids, ids)
+
+
+def test_29_batch_copies_behind_a_held_stream_keep_only_their_own_thread(
+    shared: kf.TransferContext,
+) -> None:
+    """The driver waits in a batch copy when its queue is full (README, pitfalls); others must run on."""
+    both, ids = many_blocks()
+    jobs: list[kf.Transfer] = []
+
+    def submit(stream: Stream) -> None:
+        jobs.extend(
+            shared.transfer(both.src, both.dst, ids, ids, stream=stream, engine="batch")
+            for _ in range(scaled(40, 10))
+        )
+
+    with Stream() as stream, Hold(stream, limit=30) as hold:
+        thread = threading.Thread(target=submit, args=(stream,))
+        thread.start()
+        longest, last = 0.0, time.monotonic()
+        end = last + 1
+        while last < end:
+            time.sleep(0.001)
+            now = time.monotonic()
+            longest, last = max(longest, now - last), now
+        assert longest < 0.5, f"this thread stood still for {longest} s"
+        hold.release()
+        thread.join(60)
+        assert not thread.is_alive()
         for job in jobs:
             job.wait(60)
     both.check(ids, ids)

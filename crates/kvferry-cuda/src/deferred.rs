@@ -80,6 +80,71 @@ fn wait_for_quiet() {
     }
 }
 
+/// Whether frees may take place now.
+#[derive(Default)]
+struct Traffic {
+    /// Those who forbid them.
+    pauses: usize,
+    /// One takes place.
+    freeing: bool,
+}
+
+static TRAFFIC: Mutex<Traffic> = Mutex::new(Traffic { pauses: 0, freeing: false });
+static TURN: Condvar = Condvar::new();
+
+fn traffic() -> MutexGuard<'static, Traffic> {
+    TRAFFIC.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// No free of this library begins while this lives.
+///
+/// For ranks that are threads of one process: a free that begins between the first and the last launch of a call waits
+/// for the first one's kernel, which waits for the last launch, which a driver that waits in a free does not let through.
+/// To be held for the time of a few launches.
+#[derive(Debug)]
+pub struct FreesPaused(());
+
+impl FreesPaused {
+    /// Waits for the free that takes place now, if one does: every kernel that it waits for must be able to end.
+    pub fn begin() -> FreesPaused {
+        let mut traffic = traffic();
+        // Counted first, so that no other free begins before this one's turn.
+        traffic.pauses += 1;
+        while traffic.freeing {
+            traffic = TURN.wait(traffic).unwrap_or_else(PoisonError::into_inner);
+        }
+        FreesPaused(())
+    }
+}
+
+impl Drop for FreesPaused {
+    fn drop(&mut self) {
+        traffic().pauses -= 1;
+        TURN.notify_all();
+    }
+}
+
+/// Waits until frees may take place, and says that one does until dropped.
+struct Freeing(());
+
+impl Freeing {
+    fn begin() -> Freeing {
+        let mut traffic = traffic();
+        while traffic.pauses > 0 {
+            traffic = TURN.wait(traffic).unwrap_or_else(PoisonError::into_inner);
+        }
+        traffic.freeing = true;
+        Freeing(())
+    }
+}
+
+impl Drop for Freeing {
+    fn drop(&mut self) {
+        traffic().freeing = false;
+        TURN.notify_all();
+    }
+}
+
 /// Runs `task` on the thread, after all that was handed over before. Calls no driver function itself. In a forked child
 /// nothing runs: the driver's objects are the parent's.
 pub(crate) fn run_later(task: impl FnOnce() + Send + 'static) {
@@ -118,6 +183,7 @@ fn serve() {
         // Once for all that has come together.
         wait_for_quiet();
         for task in tasks {
+            let _freeing = Freeing::begin();
             // The owners of a graph's memory may be anybody's code.
             if std::panic::catch_unwind(std::panic::AssertUnwindSafe(task)).is_err() {
                 tracing::error!("the owner of a graph's memory panicked when dropped");
@@ -161,6 +227,23 @@ mod tests {
     use std::sync::Arc;
 
     use super::*;
+
+    #[test]
+    fn no_task_begins_during_a_pause() {
+        let pause = FreesPaused::begin();
+        let done = Arc::new(AtomicUsize::new(0));
+        let counted = Arc::clone(&done);
+        run_later(move || {
+            counted.fetch_add(1, Ordering::Relaxed);
+        });
+        let second = FreesPaused::begin();
+        drop(pause);
+        std::thread::sleep(Duration::from_millis(30));
+        assert_eq!(done.load(Ordering::Relaxed), 0);
+        drop(second);
+        assert!(drain_deferred());
+        assert_eq!(done.load(Ordering::Relaxed), 1);
+    }
 
     #[test]
     fn tasks_run_in_order_and_a_panic_stops_nobody() {

@@ -1,6 +1,6 @@
 //! What can go wrong at the CUDA border.
 
-use kvferry_kernels::{GeometryError, StridedError};
+use kvferry_kernels::{ExchangeBuildError, GeometryError, StridedError};
 
 use crate::driver::DriverVersion;
 
@@ -246,6 +246,9 @@ pub enum CudaError {
     /// A launch that cannot be shaped.
     #[error(transparent)]
     Geometry(#[from] GeometryError),
+    /// An exchange that no kernel does.
+    #[error(transparent)]
+    Exchange(#[from] ExchangeBuildError),
     /// Memory that cannot be shared with other processes this way.
     #[error("CUDA device {ordinal} has no {what}")]
     SharingUnsupported {

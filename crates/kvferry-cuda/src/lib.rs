@@ -1,12 +1,13 @@
 //! The border to the CUDA driver: the one crate of kvferry that names cudarc.
 //!
-//! Four floors, each using only those below:
+//! Five floors, each using only those below:
 //!
 //! | floor | files | what |
 //! |---|---|---|
 //! | raw calls | `raw`, [`faults`] | the driver's functions, found by name at run time, each turned into a `Result`; failing one on purpose |
 //! | process and device | [`Driver`], [`devices`], [`PrimaryContext`], [`RelaxedCapture`] | is there a driver, how new, which GPUs; contexts saved and restored |
-//! | owner types | [`Gpu`], [`Stream`], [`Event`], [`PinnedBuffer`], [`DeviceBuffer`], [`DeviceRegion`], [`HostRegistration`], [`VmmBuffer`], [`IpcMapping`] | what must be given back is given back, by a thread that may wait for the device |
+//! | owner types | [`Gpu`], [`Stream`], [`Event`], [`Graph`], [`PinnedBuffer`], [`DeviceBuffer`], [`DeviceRegion`], [`HostRegistration`], [`VmmBuffer`], [`IpcMapping`] | what must be given back is given back, by a thread that may wait for the device |
+//! | exchange | [`ExchangeMemory`], [`ExchangeLink`], [`ExchangeRoute`], [`ExchangeQueue`] | memory that ranks share, kernels that wait for one another |
 //! | copies | [`GpuMemory`], [`StridedCopy`], [`BatchCopies`], [`Flight`], [`memcpy_batch`], [`vectorized_copy`] | checked before they start, their memory kept until they are done |
 //!
 //! The safe doors are sound: memory comes in through regions (an unsafe promise of whoever makes one), every access through
@@ -33,6 +34,7 @@ mod deferred;
 mod device;
 mod driver;
 mod error;
+mod exchange;
 pub mod faults;
 mod flight;
 mod gpu;
@@ -48,16 +50,24 @@ pub use batch::{
 };
 pub use capture::RelaxedCapture;
 pub use context::{ContextGuard, PrimaryContext, current_device};
-pub use deferred::drain_deferred;
+pub use deferred::{FreesPaused, drain_deferred};
 pub use device::{DeviceInfo, devices};
 pub use driver::{Driver, DriverVersion, KERNELS_NEED};
 pub use error::{CudaError, Result, Side};
+pub use exchange::{
+    ExchangeLink, ExchangeMemory, ExchangeMode, ExchangeOut, ExchangePage, ExchangeProbe, ExchangeQueue,
+    ExchangeRoute, ExchangeStopped, ExchangeWay, PeerMemory, PeerReach, RouteInput, RoutePiece, RouteShape,
+};
 pub use flight::Flight;
-pub use gpu::{Capture, Event, EventHandle, Gpu, Stream, StreamHandle};
+pub use gpu::{Capture, Event, EventHandle, Gpu, Graph, Stream, StreamHandle};
+pub use kvferry_kernels::{
+    ExchangeLoop, ExchangeParamBuffer, MAX_RANKS, PROBE_BYTES, ProbeReport, ProbeState, Record, RecordKind,
+    abort_word, split_abort_word,
+};
 pub use kvferry_kernels::{StridedError, StridedLoop, StridedShape, StridedSide, Walk};
 pub use memory::{
     DeviceBuffer, DeviceRegion, GpuMemory, HostRegistration, IpcHandle, IpcMapping, PinnedBuffer,
-    PointerKind, VmmBuffer, pointer_kind, register_host, register_in_chunks,
+    PointerKind, VmmBuffer, pointer_kind, register_host, register_in_chunks, vmm_supported,
 };
 pub use strided::{BadId, BadIdReport, DeviceIds, PairRing, PairTable, StridedCopy};
 pub use vectorized::vectorized_copy;

@@ -15,9 +15,9 @@ use std::sync::OnceLock;
 
 use cudarc::driver::sys;
 pub(crate) use cudarc::driver::sys::{
-    CUcontext, CUdevice, CUdeviceptr, CUevent, CUfunction, CUgraph, CUhostFn, CUipcMemHandle,
-    CUmemAccessDesc, CUmemAllocationProp, CUmemGenericAllocationHandle, CUmemcpyAttributes, CUmodule,
-    CUstream, CUuserObject,
+    CUDA_MEMCPY2D_st, CUDA_MEMCPY3D_st, CUcontext, CUdevice, CUdeviceptr, CUevent, CUfunction, CUgraph,
+    CUgraphExec, CUhostFn, CUipcMemHandle, CUmemAccessDesc, CUmemAllocationProp,
+    CUmemGenericAllocationHandle, CUmemcpyAttributes, CUmodule, CUstream, CUuserObject,
 };
 
 use crate::error::{CudaError, Result};
@@ -93,6 +93,7 @@ driver_functions! {
         cuCtxSynchronize();
         cuCtxEnablePeerAccess(peer: CUcontext, flags: c_uint);
         cuDeviceCanAccessPeer(can: *mut c_int, device: CUdevice, peer: CUdevice);
+        cuDeviceGetP2PAttribute(value: *mut c_int, attribute: c_uint, src: CUdevice, dst: CUdevice);
         cuThreadExchangeStreamCaptureMode(mode: *mut c_uint);
         cuMemHostAlloc(address: *mut *mut c_void, bytes: usize, flags: c_uint);
         cuMemHostGetDevicePointer_v2(alias: *mut CUdeviceptr, address: *mut c_void, flags: c_uint);
@@ -108,6 +109,9 @@ driver_functions! {
         cuPointerGetAttributes(count: c_uint, attributes: *mut c_uint, values: *mut *mut c_void, address: CUdeviceptr);
         cuMemcpyAsync(dst: CUdeviceptr, src: CUdeviceptr, bytes: usize, stream: CUstream);
         cuMemcpyHtoDAsync_v2(dst: CUdeviceptr, src: *const c_void, bytes: usize, stream: CUstream);
+        cuMemcpy2DAsync_v2(copy: *const CUDA_MEMCPY2D_st, stream: CUstream);
+        cuMemcpy3DAsync_v2(copy: *const CUDA_MEMCPY3D_st, stream: CUstream);
+        cuMemsetD8Async(dst: CUdeviceptr, value: u8, bytes: usize, stream: CUstream);
         cuMemcpyBatchAsync(
             dsts: *mut CUdeviceptr, srcs: *mut CUdeviceptr, sizes: *mut usize, count: usize,
             attributes: *mut CUmemcpyAttributes, attribute_starts: *mut usize, attribute_count: usize,
@@ -127,6 +131,12 @@ driver_functions! {
             stream: CUstream, status: *mut c_uint, id: *mut u64, graph: *mut CUgraph,
             dependencies: *mut *const c_void, dependency_count: *mut usize
         );
+        cuStreamBeginCapture_v2(stream: CUstream, mode: c_uint);
+        cuStreamEndCapture(stream: CUstream, graph: *mut CUgraph);
+        cuGraphInstantiateWithFlags(exec: *mut CUgraphExec, graph: CUgraph, flags: u64);
+        cuGraphLaunch(exec: CUgraphExec, stream: CUstream);
+        cuGraphExecDestroy(exec: CUgraphExec);
+        cuGraphDestroy(graph: CUgraph);
         cuStreamGetCtx(stream: CUstream, context: *mut CUcontext);
         cuEventCreate(event: *mut CUevent, flags: c_uint);
         cuEventDestroy_v2(event: CUevent);
@@ -138,6 +148,7 @@ driver_functions! {
         cuModuleUnload(module: CUmodule);
         cuModuleGetFunction(function: *mut CUfunction, module: CUmodule, name: *const c_char);
         cuFuncLoad(function: CUfunction);
+        cuFuncGetAttribute(value: *mut c_int, attribute: c_uint, function: CUfunction);
         cuLaunchKernel(
             function: CUfunction, grid_x: c_uint, grid_y: c_uint, grid_z: c_uint, block_x: c_uint, block_y: c_uint,
             block_z: c_uint, shared: c_uint, stream: CUstream, params: *mut *mut c_void, extra: *mut *mut c_void

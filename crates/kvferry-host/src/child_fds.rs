@@ -126,19 +126,42 @@ fn register(fd: RawFd) -> &'static AtomicI32 {
 /// In a child of `fork(2)` the number stays taken, by an eventfd, so that the inherited object remains harmless: its
 /// calls fail or find nothing, and dropping it closes that eventfd. The parent notices nothing.
 pub struct CloseInChild<T: AsFd> {
-    slot: &'static AtomicI32,
+    // Dropped in this order: no fork from before the entry goes until after the descriptor is closed. The entry goes
+    // first because the number may be somebody else's once it is closed.
+    _entry: Entry,
     inner: T,
+    _after: LetForks,
+}
+
+/// A place in the table.
+struct Entry(&'static AtomicI32);
+
+impl Drop for Entry {
+    fn drop(&mut self) {
+        take_opening();
+        self.0.store(0, Ordering::Relaxed);
+    }
+}
+
+/// Lets forks go on when dropped.
+struct LetForks;
+
+impl Drop for LetForks {
+    fn drop(&mut self) {
+        release_opening();
+    }
 }
 
 impl<T: AsFd> CloseInChild<T> {
-    /// Opens something with no fork in between: `open` must be quick and must not fork.
+    /// Opens something with no fork in between: `open` must be quick, and must not fork or drop another of these.
     ///
     /// # Errors
     /// What `open` gives.
     pub fn open<E>(open: impl FnOnce() -> Result<T, E>) -> Result<CloseInChild<T>, E> {
         handler_installed();
         take_opening();
-        let _held = Held;
+        // Also when `open` panics.
+        let _held = LetForks;
         Ok(CloseInChild::registered_now(open()?))
     }
 
@@ -150,23 +173,7 @@ impl<T: AsFd> CloseInChild<T> {
 
     /// As [`new`](Self::new), inside the `open` of another.
     pub(crate) fn registered_now(inner: T) -> CloseInChild<T> {
-        CloseInChild { slot: register(inner.as_fd().as_raw_fd()), inner }
-    }
-}
-
-/// Lets forks go on, also when `open` panics.
-struct Held;
-
-impl Drop for Held {
-    fn drop(&mut self) {
-        release_opening();
-    }
-}
-
-impl<T: AsFd> Drop for CloseInChild<T> {
-    fn drop(&mut self) {
-        // Before the descriptor is closed (fields are dropped after this): its number may be somebody else's then.
-        self.slot.store(0, Ordering::Relaxed);
+        CloseInChild { _entry: Entry(register(inner.as_fd().as_raw_fd())), inner, _after: LetForks }
     }
 }
 

@@ -22,7 +22,17 @@ mod kernel;
 mod strided;
 mod vectorized_copy;
 
-pub use exchange::*;
+pub use exchange::{
+    ARRIVALS_OFFSET, BELL_OFFSET, CELLS_OFFSET, CONTROL_BYTES, EXCHANGE_ITEM_LOOPS,
+    EXCHANGE_PARAM_BYTES_LARGE, EXCHANGE_PARAM_BYTES_SMALL, EXCHANGE_SHARED_BYTES, ExchangeArriveParams,
+    ExchangeBuildError, ExchangeCall, ExchangeFlags, ExchangeGrid, ExchangeHeader, ExchangeItemParams,
+    ExchangeLaunch, ExchangeLimits, ExchangeLoop, ExchangeLoopParams, ExchangeParamBuffer, ExchangePart,
+    ExchangePeer, ExchangePeerParams, ExchangePiece, ExchangeProbeParams, ExchangeProbePeer,
+    ExchangeTemplate, HeaderCell, HostPage, LocalState, MAX_EXCHANGE_ITEMS, MAX_EXCHANGE_ITEMS_SMALL,
+    MAX_EXCHANGE_PEERS_SMALL, MAX_RANKS, PLACE_ALIGN, POISON_FRESH, POISON_NONE, POISON_OLD, PROBE_BYTES,
+    PROBE_OFFSET, ProbeReport, ProbeState, Record, RecordKind, abort_word, arrival_offset,
+    header_cell_offset, split_abort_word,
+};
 pub use fatbin::{BuildInfo, available, build_info, fatbin};
 pub use geometry::{GeometryError, LaunchGeometry};
 pub use kernel::{Kernel, Module};

@@ -133,6 +133,7 @@ void memory_tests();
 void stream_tests();
 void capture_tests();
 void kernel_tests();
+void exchange_tests();
 void share_tests(const char* self);
 int share_child(int argc, char** argv);
 void failure_tests(const char* self);

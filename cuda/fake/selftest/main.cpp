@@ -81,6 +81,7 @@ int main(int argc, char** argv) {
   stream_tests();
   capture_tests();
   if (cu.simulated) kernel_tests();
+  if (cu.simulated && count > 1) exchange_tests();
   share_tests(argv[0]);
   if (cu.simulated) {
     for (const char* kind : {"streams", "events", "graphs", "device", "pinned", "registered", "mapped", "opened"}) {

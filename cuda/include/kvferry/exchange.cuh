@@ -21,6 +21,7 @@
 #pragma once
 
 #include "kvferry/exchange_copy.cuh"
+#include "kvferry/exchange_small.cuh"
 
 namespace kvferry {
 
@@ -35,6 +36,12 @@ struct ExchangeRules {
 
 constexpr u64 kPatienceNs = 20000;  // how long to spin before the host is asked
 constexpr u32 kPollsPerLook = 32;
+constexpr u32 kPollsForOthers = 64;
+
+// What a CTA adds to the ticket word.
+constexpr u32 kLeft = 1;
+constexpr u32 kLeftMask = 0xffff;
+constexpr u32 kLeftFailed = kLeft | 0x10000;
 
 enum class Waited { kReady, kTimeout, kAborted, kGivenUp };
 
@@ -69,7 +76,7 @@ KVF_HD Waited wait_until(Cx& cx, const ExchangeHeader& h, Ready ready) {
 }
 
 struct Blame {
-  u32 kind;  // ExchangeFault; kNoFault: nothing to record
+  u32 kind;  // ExchangeFault
   u32 peer;
   u64 seen;
   u64 expected;
@@ -80,7 +87,6 @@ struct Blame {
 template <class Cx>
 KVF_HD void poison(Cx& cx, const ExchangeHeader& h, u64 epoch, const Blame& blame) {
   if (cx.cas(state_at(h, offsetof(ExchangeState, poison)), kSound, kPoisonFresh) != kSound) return;
-  if (blame.kind == kNoFault) return;
   const u64 record = h.host_page + offsetof(ExchangeHostPage, record);
   cx.store_relaxed(record + offsetof(ExchangeRecord, kind), blame.kind);
   cx.store_relaxed(record + offsetof(ExchangeRecord, peer), blame.peer);
@@ -175,14 +181,11 @@ KVF_HD void exchange(Cx& cx, const Params& p) {
   const u64 epoch = load<u64>(cx, state_at(h, offsetof(ExchangeState, epoch))) + 1;
   const bool dead = load_relaxed<u32>(cx, state_at(h, offsetof(ExchangeState, poison))) == kPoisonOld;
 
-  if (first && !dead) {
-    if ((h.flags & kPost) != 0 && peer_thread) post(cx, h, p.peer[tid], epoch);
-    if (h.verdict != 0 && tid == 0) poison(cx, h, epoch, Blame{});
-  }
+  if (first && !dead && (h.flags & kPost) != 0 && peer_thread) post(cx, h, p.peer[tid], epoch);
 
-  bool stop = dead;   // the same in all threads of the CTA, always
-  bool read = false;  // the CTA has read the headers
-  u32 arrivals = 0;  // that the peer of this thread announced
+  bool stop = dead || h.verdict != 0;  // the same in all threads of the CTA, always
+  bool read = false;                   // the CTA has read the headers
+  u32 arrivals = 0;                    // that the peer of this thread announced
   const auto read_headers = [&](u32 target) {
     bool bad = stop;
     if (!stop && peer_thread && (Rules::kReadsAll || target == tid || target == h.rank)) {
@@ -195,15 +198,19 @@ KVF_HD void exchange(Cx& cx, const Params& p) {
   };
 
   KVF_NO_UNROLL
-  for (u32 lane = cx.bid(); lane < h.lanes; lane += cx.nblocks()) {
+  for (u32 lane = cx.bid(); lane < h.lanes && !stop; lane += cx.nblocks()) {
     const u32 target = target_of(p, lane);
     const bool mine = target == h.rank;
     if ((h.flags & (mine ? kOwn : kPush)) == 0) continue;
-    if (!mine && !read) read_headers(target);
-    if (stop) break;
     const ExchangePeer& peer = p.peer[target];
-    copy_lane(cx, p, peer, lane - peer.first_lane, mine ? own.pool + h.place : static_cast<u64*>(cx.shared())[target]);
-    if (mine) continue;
+    bool told = mine || read;
+    copy_lane(cx, p, peer, lane - peer.first_lane, [&](u64& place) {
+      if (!told) read_headers(target);
+      told = true;
+      place = mine ? own.pool + h.place : static_cast<u64*>(cx.shared())[target];
+      return !stop;
+    });
+    if (mine || stop) continue;
     if (Rules::kSignalsAfter) cx.sync();
     if (tid == 0) cx.add_release(peer.control + arrival_at(epoch, h.rank), 1);
   }
@@ -211,12 +218,34 @@ KVF_HD void exchange(Cx& cx, const Params& p) {
   // The own share may be copied beside the other launches of a call: it takes no part in their counting.
   if ((h.flags & ~u32(kOwn)) == 0) return;
 
+  // What the last CTA to leave has to know fits its ticket: how many have left, and how many of them failed.
+  const u64 ticket = state_at(h, offsetof(ExchangeState, ticket));
+  const u32 others = cx.nblocks() - 1;
+  bool last = false;
+
   if (first && (h.flags & (kWaitHeaders | kWaitArrivals)) != 0) {
     if (!read) read_headers(h.rank);
     bool bad = stop;
-    // Asked for now, looked at when the waits are over: the way to the host takes as long as a small call.
-    u64 abort = 0;
-    if (!stop && tid == cx.nthreads() - 1) abort = load_relaxed<u64>(cx, h.host_page + offsetof(ExchangeHostPage, abort));
+    bool alone = false;
+    // A thread that looks after no peer, in a warp without any if there is one: neither wait is to hold up the other.
+    if (tid == (cx.nthreads() > h.world ? cx.nthreads() - 1 : h.rank)) {
+      // Asked for now, looked at when the waits are over: the way to the host takes as long as a small call.
+      const u64 abort = load_relaxed<u64>(cx, h.host_page + offsetof(ExchangeHostPage, abort));
+      // The others mostly leave while this CTA still waits. Then it is the last, and needs no ticket to find out. This
+      // must not wait for them without end: they may need the place that this CTA takes.
+      u64 left = 0;
+      KVF_NO_UNROLL
+      for (u32 polls = 0; polls < kPollsForOthers && !alone; ++polls) {
+        left = cx.load_acquire(ticket);
+        alone = (u32(left) & kLeftMask) == others;
+        if (!alone) cx.spin();
+      }
+      bad |= alone && (u32(left) & ~kLeftMask) != 0;
+      if (abort != 0 && !stop) {
+        bad = true;
+        poison(cx, h, epoch, Blame{kAborted, u32(abort >> 32), 0, 0, abort});
+      }
+    }
     if (!stop && (h.flags & kWaitArrivals) != 0 && peer_thread) {
       const u64 row = ((epoch & 1) * kMaxRanks + tid) * 8;
       const u64 expected = state_at(h, offsetof(ExchangeState, expected)) + row;
@@ -236,102 +265,31 @@ KVF_HD void exchange(Cx& cx, const Params& p) {
         store<u64>(cx, sent, load<u64>(cx, sent) + p.peer[tid].arrivals);
       }
     }
-    if (abort != 0) poison(cx, h, epoch, Blame{kAborted, u32(abort >> 32), 0, 0, abort});
     stop = cx.sync_or(bad);
+    last = cx.sync_or(alone);
     if (!Rules::kLastAdvances && !stop && tid == 0) {
       store<u64>(cx, state_at(h, offsetof(ExchangeState, epoch)), epoch);
     }
   }
 
   // Leave. The ticket's acquire and release make what all CTAs did known to the last one.
-  cx.sync();
-  const u64 ticket = state_at(h, offsetof(ExchangeState, ticket));
-  const bool last = cx.sync_or(tid == 0 && cx.ticket(ticket) == cx.nblocks() - 1);
-  if (!last) return;
-  const u64 poison_at = state_at(h, offsetof(ExchangeState, poison));
-  const bool failed = load_relaxed<u32>(cx, poison_at) != kSound;
+  if (!last) {
+    cx.sync();
+    u32 before = 0;
+    if (tid == 0) before = cx.ticket(ticket, stop ? kLeftFailed : kLeft);
+    last = cx.sync_or(tid == 0 && (before & kLeftMask) == others);
+    if (!last) return;
+    stop = cx.sync_or(stop || (before & ~kLeftMask) != 0);
+  }
   if (tid == 0) {
     store<u32>(cx, ticket, 0);
-    if (failed) {
-      store<u32>(cx, poison_at, kPoisonOld);
+    if (stop) {
+      store<u32>(cx, state_at(h, offsetof(ExchangeState, poison)), kPoisonOld);
     } else if ((h.flags & kAdvance) != 0 && Rules::kLastAdvances) {
       store<u64>(cx, state_at(h, offsetof(ExchangeState, epoch)), epoch);
     }
   }
-  if (failed && (h.flags & kAdvance) != 0) fill_ones(cx, own.pool + h.place, h.result_bytes);
-}
-
-// Readies the words that the copy engine stores in the arrival words of peers, after the payload and on its stream. Both
-// parities are written, so that the copies need not know the epoch: the word of the other parity is what it has been. One
-// CTA, a thread per rank. A failed communicator announces nothing new.
-template <class Cx>
-KVF_HD void exchange_arrive(Cx& cx, const ExchangeArriveParams& p) {
-  if (cx.bid() != 0 || cx.tid() >= p.world) return;
-  const u64 epoch = load<u64>(cx, p.state + offsetof(ExchangeState, epoch)) + 1;
-  const bool sound = load<u32>(cx, p.state + offsetof(ExchangeState, poison)) == kSound;
-  const u64 more = sound ? p.targets >> cx.tid() & 1 : 0;
-  for (u64 parity = 0; parity < 2; ++parity) {
-    const u64 row = (parity * kMaxRanks + cx.tid()) * 8;
-    const u64 sent = load<u64>(cx, p.state + offsetof(ExchangeState, sent) + row);
-    store<u64>(cx, p.state + offsetof(ExchangeState, staging) + row, sent + (parity == (epoch & 1) ? more : 0));
-  }
-}
-
-KVF_HD u64 probe_word(u64 nonce, u32 from, u32 to, u32 index) {
-  u64 x = nonce ^ (u64(from) << 48 | u64(to) << 32 | index);
-  x *= 0x9e3779b97f4a7c15u;
-  x ^= x >> 32;
-  x *= 0xbf58476d1ce4e5b9u;
-  return x ^ x >> 29;
-}
-
-// Set-up: every rank writes a pattern to every peer and then a flag, and looks whether peers' patterns were there when
-// their flags came, and whether everybody's atomic additions add up. One CTA per rank, all at the same time, once, on
-// control blocks that are 0.
-template <class Cx>
-KVF_HD void exchange_probe(Cx& cx, const ExchangeProbeParams& p) {
-  if (cx.bid() != 0) return;
-  const u32 tid = cx.tid();
-  const u32 words = kProbeBytes / 8;
-  for (u32 to = 0; to < p.world; ++to) {
-    if (to == p.rank) continue;
-    const u64 pool = p.peer[to].pool + p.rank * kProbeBytes;
-    for (u32 i = tid; i < words; i += cx.nthreads()) store<u64>(cx, pool + i * 8, probe_word(p.nonce, p.rank, to, i));
-    cx.add_relaxed(p.peer[to].control + kProbeAt, 1);
-  }
-  cx.sync();
-  const u64 flags = kProbeAt + 8;
-  bool late = false;
-  if (tid < p.world && tid != p.rank) {
-    cx.store_release(p.peer[tid].control + flags + 8 * p.rank, p.nonce);
-    const u64 start = cx.clock();
-    while (cx.load_acquire(p.peer[p.rank].control + flags + 8 * tid) != p.nonce) {
-      late = cx.clock() - start >= p.timeout_ns;
-      if (late) break;
-      cx.poll();
-    }
-  }
-  const bool all = !cx.sync_or(late);
-  const u64 sum = cx.load_acquire(p.peer[p.rank].control + kProbeAt);
-  const bool counted = sum == u64(p.world - 1) * cx.nthreads();
-  for (u32 from = 0; from < p.world; ++from) {
-    if (from == p.rank) continue;
-    const bool timeout = cx.sync_or(late && tid == from);
-    bool wrong = false;
-    if (!timeout) {
-      const u64 pool = p.peer[p.rank].pool + from * kProbeBytes;
-      for (u32 i = tid; i < words; i += cx.nthreads()) {
-        wrong |= load<u64>(cx, pool + i * 8) != probe_word(p.nonce, from, p.rank, i);
-      }
-    }
-    wrong = cx.sync_or(wrong);
-    if (tid != 0) continue;
-    const u64 report = p.report + from * sizeof(ExchangeProbeReport);
-    // Additions of a peer that did not come are not missed at others.
-    const u64 state = timeout ? kProbeTimeout : wrong ? kProbePayload : all && !counted ? kProbeAtomics : kProbeGood;
-    store<u64>(cx, report + offsetof(ExchangeProbeReport, value), state == kProbeAtomics ? sum : 0);
-    cx.store_release(report + offsetof(ExchangeProbeReport, state), state);
-  }
+  if (stop && (h.flags & kAdvance) != 0) fill_ones(cx, own.pool + h.place, h.result_bytes);
 }
 
 // X(kernel symbol, body, params, most threads per CTA)

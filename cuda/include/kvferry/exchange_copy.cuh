@@ -57,29 +57,11 @@ KVF_HD void store_word(Cx& cx, u64 address, U128 value, u32 shift) {
   store<u8, Hint::kStream>(cx, address, u8(value.lo));
 }
 
-// One chunk: words `first + u * nthreads + tid`. All loads are on their way before the first store waits for one.
-template <class Cx>
-KVF_HD void copy_chunk(Cx& cx, const ExchangeItem& item, u64 place, u32 first) {
-  U128 value[kExchangeUnits];
-  u64 to[kExchangeUnits];
-  KVF_UNROLL
-  for (u32 u = 0; u < kExchangeUnits; ++u) {
-    const u32 word = first + u * cx.nthreads() + cx.tid();
-    if (word >= item.words) continue;
-    const ExchangeEnds ends = word_ends(item, word);
-    value[u] = load_word(cx, ends.src, item.word_shift);
-    to[u] = place + ends.dst;
-  }
-  KVF_UNROLL
-  for (u32 u = 0; u < kExchangeUnits; ++u) {
-    if (first + u * cx.nthreads() + cx.tid() < item.words) store_word(cx, to[u], value[u], item.word_shift);
-  }
-}
-
-// Lane `lane` of a target, by all threads of the CTA. `place`: the address of its landing place.
-template <class Params, class Cx>
-KVF_HD void copy_lane(Cx& cx, const Params& p, const ExchangePeer& target, u32 lane, u64 place) {
-  const u32 per_chunk = cx.nthreads() * kExchangeUnits;
+// Lane `lane` of a target, by all threads of the CTA, chunk after chunk: words `first + u * nthreads + tid`. All loads of a
+// chunk are on their way before the first store waits for one. `place_of(place)` is asked between the two, so that the
+// input is loaded while headers are on their way; it says where the target wants its bytes, or false to give up.
+template <class Params, class Cx, class PlaceOf>
+KVF_HD void copy_lane(Cx& cx, const Params& p, const ExchangePeer& target, u32 lane, PlaceOf place_of) {
   const u32 last = target.first_item + target.items - 1;
   u32 i = target.first_item;
   KVF_NO_UNROLL
@@ -87,7 +69,23 @@ KVF_HD void copy_lane(Cx& cx, const Params& p, const ExchangePeer& target, u32 l
     KVF_NO_UNROLL
     while (i < last && chunk >= p.item[i + 1].first_chunk) ++i;
     const ExchangeItem& item = p.item[i];
-    copy_chunk(cx, item, place, (chunk - item.first_chunk) * per_chunk);
+    const u32 first = (chunk - item.first_chunk) * cx.nthreads() * kExchangeUnits + cx.tid();
+    U128 value[kExchangeUnits];
+    u64 to[kExchangeUnits];
+    KVF_UNROLL
+    for (u32 u = 0; u < kExchangeUnits; ++u) {
+      const u32 word = first + u * cx.nthreads();
+      if (word >= item.words) continue;
+      const ExchangeEnds ends = word_ends(item, word);
+      value[u] = load_word(cx, ends.src, item.word_shift);
+      to[u] = ends.dst;
+    }
+    u64 place = 0;
+    if (!place_of(place)) return;
+    KVF_UNROLL
+    for (u32 u = 0; u < kExchangeUnits; ++u) {
+      if (first + u * cx.nthreads() < item.words) store_word(cx, place + to[u], value[u], item.word_shift);
+    }
   }
 }
 

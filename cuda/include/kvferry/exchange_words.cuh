@@ -33,7 +33,7 @@ enum ExchangeCell : u64 {
 // A rank's own memory, not seen by peers.
 struct ExchangeState {
   u64 epoch;   // calls finished
-  u32 ticket;  // CTAs of this launch that have left
+  u32 ticket;  // CTAs of this launch that have left, and 2^16 times those of them that failed
   u32 poison;  // Poison
   u64 reserved[6];
   u64 expected[2][kMaxRanks];  // by parity and source: arrivals of the calls that ran
@@ -63,7 +63,6 @@ struct ExchangeRecord {
 };
 
 enum ExchangeFault : u32 {
-  kNoFault = 0,
   kHeaderTimeout = 1,
   kArrivalTimeout = 2,
   kMismatch = 3,

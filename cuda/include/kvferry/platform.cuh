@@ -10,7 +10,7 @@
 //     shared()              the CTA's dynamic shared memory, aligned to 16, uninitialised
 //     load<V>() store<V>()  global memory at a 64-bit address that is a multiple of sizeof(V); a `Hint` may follow V
 //     cas()                 compare-and-swap of a u32 in global memory, relaxed: returns what was there
-//     ticket()              adds 1 to a u32 of this GPU, acquire and release: returns what was there
+//     ticket()              adds to a u32 of this GPU, acquire and release: returns what was there
 // and, for memory that other GPUs or the host write while the kernel runs, at system scope:
 //     load_acquire() store_release() add_release()    of a u64
 //     load_relaxed<V>() store_relaxed() add_relaxed() of a u64; the load also of a u32, or of two u64, each whole
@@ -180,9 +180,12 @@ struct DeviceCx {
     return found;
   }
 
-  KVF_HD u32 ticket(u64 address) {
+  KVF_HD u32 ticket(u64 address, u32 value) {
     u32 before;
-    asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(address) : "memory");
+    asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;"
+                 : "=r"(before)
+                 : "l"(address), "r"(value)
+                 : "memory");
     return before;
   }
 

@@ -1,6 +1,7 @@
 //! One device in use: its context, its kernels, and the pools of things that calls need for a moment.
 
 mod event;
+mod graph;
 mod kernels;
 mod stream;
 
@@ -11,6 +12,7 @@ use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 pub use event::{Event, EventHandle};
+pub use graph::Graph;
 pub use stream::{Capture, Stream, StreamHandle};
 
 use crate::capture::RelaxedCapture;
@@ -143,14 +145,7 @@ impl Gpu {
         if other == self.ordinal() || lock(&self.peers).contains_key(&other) {
             return Ok(());
         }
-        let driver = Driver::get()?;
-        let (here, there) = (driver.device(self.ordinal())?, driver.device(other)?);
-        let mut can = 0;
-        // SAFETY: `can` is a live integer; both devices came from the driver.
-        unsafe { raw::cuDeviceCanAccessPeer(&mut can, here, there) }?;
-        if can == 0 {
-            return Err(CudaError::PeerAccess { from: self.ordinal(), to: other });
-        }
+        self.can_access(other)?;
         let peer = PrimaryContext::get(other)?;
         let _current = self.enter()?;
         let _relaxed = RelaxedCapture::enter()?;
@@ -161,6 +156,16 @@ impl Gpu {
         }
         lock(&self.peers).insert(other, peer);
         Ok(())
+    }
+
+    /// Ok if kernels of this device could be given access to memory of device `other`.
+    pub(crate) fn can_access(&self, other: u32) -> Result<()> {
+        let driver = Driver::get()?;
+        let (here, there) = (driver.device(self.ordinal())?, driver.device(other)?);
+        let mut can = 0;
+        // SAFETY: `can` is a live integer; both devices came from the driver.
+        unsafe { raw::cuDeviceCanAccessPeer(&mut can, here, there) }?;
+        if can == 0 { Err(CudaError::PeerAccess { from: self.ordinal(), to: other }) } else { Ok(()) }
     }
 
     /// Waits until everything on the device's primary context is done, other libraries' work included. Spoils a capture

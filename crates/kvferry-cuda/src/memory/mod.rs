@@ -18,4 +18,4 @@ pub(crate) use pointer::device_alias;
 pub use pointer::{PointerKind, pointer_kind};
 pub use region::DeviceRegion;
 pub use register::{HostRegistration, register_host, register_in_chunks};
-pub use vmm::VmmBuffer;
+pub use vmm::{VmmBuffer, vmm_supported};

@@ -22,6 +22,7 @@ pub struct DeviceRegion {
     len: u64,
     ordinal: u32,
     writable: bool,
+    stream_ordered: bool,
     owner: Owner,
 }
 
@@ -32,7 +33,18 @@ impl DeviceRegion {
     /// `addr..addr + len` must be readable and (unless made [`read_only`](Self::read_only)) writable memory of device
     /// `ordinal`, for as long as `owner` or a clone of it lives: engines write there on the word of safe code.
     pub unsafe fn from_raw(addr: u64, len: u64, ordinal: u32, owner: Owner) -> DeviceRegion {
-        DeviceRegion { addr, len, ordinal, writable: true, owner }
+        DeviceRegion { addr, len, ordinal, writable: true, stream_ordered: false, owner }
+    }
+
+    /// A region that its owner frees in stream order, such as a tensor of torch's caching allocator: whatever was on the
+    /// stream before the owner let go still finds the memory. Calls that say so do not hold such an owner until their
+    /// work is done, so that they do not keep memory from being used again.
+    ///
+    /// # Safety
+    /// As [`from_raw`](Self::from_raw), where the life of `owner` is to be read in the order of every stream that the
+    /// region is used on.
+    pub unsafe fn from_stream_ordered(addr: u64, len: u64, ordinal: u32, owner: Owner) -> DeviceRegion {
+        DeviceRegion { addr, len, ordinal, writable: true, stream_ordered: true, owner }
     }
 
     /// All of a buffer.
@@ -42,6 +54,7 @@ impl DeviceRegion {
             len: buffer.len() as u64,
             ordinal: buffer.ordinal(),
             writable: true,
+            stream_ordered: false,
             owner: buffer,
         }
     }
@@ -82,6 +95,11 @@ impl DeviceRegion {
     /// Whether writes are allowed.
     pub const fn writable(&self) -> bool {
         self.writable
+    }
+
+    /// Whether its owner frees it in stream order.
+    pub const fn stream_ordered(&self) -> bool {
+        self.stream_ordered
     }
 
     /// What keeps the memory allocated.

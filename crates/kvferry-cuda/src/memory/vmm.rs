@@ -69,10 +69,21 @@ impl VmmBuffer {
     /// # Errors
     /// As [`new`](Self::new); a descriptor of something else, or a `len` beyond it, is refused by the driver.
     pub fn import(fd: BorrowedFd<'_>, len: usize, located: u32, ordinal: u32) -> Result<VmmBuffer> {
+        Driver::get()?.device(located)?;
+        let mut buffer = VmmBuffer::import_unseen(fd, len, ordinal)?;
+        buffer.ordinal = located;
+        Ok(buffer)
+    }
+
+    /// As [`import`](Self::import), for memory of a device that this process need not see: whether `ordinal` reaches it
+    /// is known by trying. [`ordinal`](Self::ordinal) is then that of the device it was mapped through.
+    ///
+    /// # Errors
+    /// As [`import`](Self::import).
+    pub fn import_unseen(fd: BorrowedFd<'_>, len: usize, ordinal: u32) -> Result<VmmBuffer> {
         if len == 0 {
             return Err(CudaError::ZeroLength { what: "shareable device" });
         }
-        Driver::get()?.device(located)?;
         let context = PrimaryContext::get(ordinal)?;
         supported(ordinal)?;
         let _current = context.enter()?;
@@ -81,12 +92,7 @@ impl VmmBuffer {
         let descriptor: *mut c_void = std::ptr::without_provenance_mut(fd.as_raw_fd() as usize);
         // SAFETY: `handle` is a live integer; for this kind of handle the pointer's value is the descriptor.
         unsafe { raw::cuMemImportFromShareableHandle(&mut handle, descriptor, POSIX_FD) }?;
-        let mut buffer = VmmBuffer::map(handle, len, located, Arc::clone(&context), 0)?;
-        buffer.ordinal = located;
-        if ordinal != located {
-            buffer.allow(ordinal)?;
-        }
-        Ok(buffer)
+        VmmBuffer::map(handle, len, ordinal, Arc::clone(&context), 0)
     }
 
     /// Gives `handle` an address that its own device may use. Takes the handle, also on failure.
@@ -214,6 +220,14 @@ fn properties(ordinal: u32) -> Result<CUmemAllocationProp> {
         win32HandleMetaData: std::ptr::null_mut(),
         allocFlags: AllocFlags { compressionType: 0, gpuDirectRDMACapable: 0, usage: 0, reserved: [0; 4] },
     })
+}
+
+/// Ok if memory of device `ordinal` can be shared by file descriptor ([`VmmBuffer`]).
+///
+/// # Errors
+/// [`CudaError::SharingUnsupported`] naming what is missing, [`CudaError::InvalidDevice`], or the driver's refusal.
+pub fn vmm_supported(ordinal: u32) -> Result<()> {
+    supported(ordinal)
 }
 
 /// Whether a device has what sharing by descriptor needs.

@@ -8,8 +8,10 @@
 mod build;
 mod error;
 mod grid;
+mod lower;
 mod params;
 mod small;
+mod template;
 mod words;
 
 pub use build::{ExchangeCall, ExchangeLaunch, ExchangeLoop, ExchangePart, ExchangePeer, ExchangePiece};
@@ -23,6 +25,7 @@ pub use params::{
 pub use small::{
     ExchangeArriveParams, ExchangeProbeParams, ExchangeProbePeer, PROBE_BYTES, ProbeReport, ProbeState,
 };
+pub use template::ExchangeTemplate;
 pub use words::{
     ARRIVALS_OFFSET, BELL_OFFSET, CELLS_OFFSET, CONTROL_BYTES, HeaderCell, HostPage, LocalState, MAX_RANKS,
     PLACE_ALIGN, POISON_FRESH, POISON_NONE, POISON_OLD, PROBE_OFFSET, Record, RecordKind, abort_word,

@@ -205,6 +205,8 @@ pub struct ExchangeParamBuffer {
     words: Box<[u64]>,
     /// Items of the call that is being built.
     pub(super) items: Vec<ExchangeItemParams>,
+    /// The piece each of them comes from: target and index in its list.
+    pub(super) origins: Vec<(u32, u32)>,
 }
 
 impl ExchangeParamBuffer {
@@ -214,14 +216,14 @@ impl ExchangeParamBuffer {
         Self {
             words: vec![0; EXCHANGE_PARAM_BYTES_LARGE / 8].into_boxed_slice(),
             items: Vec::with_capacity(MAX_EXCHANGE_ITEMS),
+            origins: Vec::with_capacity(MAX_EXCHANGE_ITEMS),
         }
     }
 
     /// Writes header, peers and items, and returns whether that took the large form.
     pub(super) fn write(&mut self, header: &ExchangeHeader, peers: &[ExchangePeerParams]) -> bool {
         let large = peers.len() > MAX_EXCHANGE_PEERS_SMALL || self.items.len() > MAX_EXCHANGE_ITEMS_SMALL;
-        let items_at = size_of::<ExchangeHeader>()
-            + size_of::<ExchangePeerParams>() * if large { MAX_RANKS } else { MAX_EXCHANGE_PEERS_SMALL };
+        let items_at = items_offset(large);
         let bytes = self.words.as_mut_bytes();
         put(bytes, 0, header.as_bytes());
         put(bytes, size_of::<ExchangeHeader>(), peers.as_bytes());
@@ -239,8 +241,14 @@ impl ExchangeParamBuffer {
     }
 }
 
+/// Where the items begin.
+pub(super) const fn items_offset(large: bool) -> usize {
+    size_of::<ExchangeHeader>()
+        + size_of::<ExchangePeerParams>() * if large { MAX_RANKS } else { MAX_EXCHANGE_PEERS_SMALL }
+}
+
 /// The lengths are within the limits that the caller has checked.
-fn put(bytes: &mut [u8], at: usize, from: &[u8]) {
+pub(super) fn put(bytes: &mut [u8], at: usize, from: &[u8]) {
     if let Some(room) = bytes.get_mut(at..at + from.len()) {
         room.copy_from_slice(from);
     } else {

@@ -66,7 +66,7 @@ pub struct HeaderCell {
 pub struct LocalState {
     /// Calls finished.
     pub epoch: u64,
-    /// CTAs of the running launch that have left.
+    /// CTAs of the running launch that have left, and 2^16 times those of them that failed.
     pub ticket: u32,
     /// [`POISON_NONE`], [`POISON_FRESH`] or [`POISON_OLD`].
     pub poison: u32,

@@ -4,11 +4,14 @@ use std::ffi::CStr;
 use std::mem::offset_of;
 
 use kvferry_kernels::{
-    Divisor, INLINE_WORDS_LARGE, INLINE_WORDS_SMALL, PARAM_BYTES_LARGE, PARAM_BYTES_SMALL, StridedHeader,
-    StridedLoopParams, StridedReport, StridedSideParams, VectorizedCopyParams,
+    Divisor, EXCHANGE_PARAM_BYTES_LARGE, EXCHANGE_PARAM_BYTES_SMALL, ExchangeArriveParams, ExchangeHeader,
+    ExchangeItemParams, ExchangeLoopParams, ExchangePeerParams, ExchangeProbeParams, ExchangeProbePeer,
+    HostPage, INLINE_WORDS_LARGE, INLINE_WORDS_SMALL, LocalState, MAX_EXCHANGE_PEERS_SMALL, MAX_RANKS,
+    PARAM_BYTES_LARGE, PARAM_BYTES_SMALL, ProbeReport, Record, StridedHeader, StridedLoopParams,
+    StridedReport, StridedSideParams, VectorizedCopyParams,
 };
 
-use crate::ffi;
+use crate::{ffi, world};
 
 fn agree(name: &CStr, size: usize, align: usize, fields: &[(&CStr, usize)]) {
     assert_eq!(ffi::layout(name, c"sizeof"), Some(size), "{name:?}");
@@ -58,7 +61,49 @@ fn strided_copy_params() {
 }
 
 #[test]
+fn exchange_words() {
+    agree!(c"ExchangeState" LocalState:
+        c"epoch" epoch c"ticket" ticket c"poison" poison c"reserved" reserved c"expected" expected c"sent" sent
+        c"staging" staging);
+    agree!(c"ExchangeHostPage" HostPage:
+        c"abort" abort c"timeout_ns" timeout_ns c"reserved" reserved c"record" record);
+    agree!(c"ExchangeRecord" Record:
+        c"state" state c"kind" kind c"peer" peer c"epoch" epoch c"op" op c"seen" seen c"expected" expected
+        c"value" value);
+}
+
+#[test]
+fn exchange_params() {
+    agree!(c"ExchangeHeader" ExchangeHeader:
+        c"state" state c"host_page" host_page c"place" place c"result_bytes" result_bytes c"hash" hash
+        c"verdict" verdict c"op" op c"rank" rank c"world" world c"flags" flags c"lanes" lanes
+        c"reserved" reserved);
+    agree!(c"ExchangePeer" ExchangePeerParams:
+        c"control" control c"pool" pool c"pool_bytes" pool_bytes c"reach" reach c"arrivals" arrivals
+        c"lanes" lanes c"first_lane" first_lane c"first_item" first_item c"items" items c"chunks" chunks);
+    agree!(c"ExchangeLoop" ExchangeLoopParams:
+        c"src_stride" src_stride c"dst_stride" dst_stride c"count" count);
+    agree!(c"ExchangeItem" ExchangeItemParams:
+        c"src" src c"dst_offset" dst_offset c"words" words c"first_chunk" first_chunk c"word_shift" word_shift
+        c"loops" loops c"run" run c"loop" loop_);
+    let peers = size_of::<ExchangeHeader>();
+    let items = |count: usize| peers + count * size_of::<ExchangePeerParams>();
+    let small = [(c"header", 0), (c"peer", peers), (c"item", items(MAX_EXCHANGE_PEERS_SMALL))];
+    agree(c"ExchangeSmall", EXCHANGE_PARAM_BYTES_SMALL, 8, &small);
+    let large = [(c"header", 0), (c"peer", peers), (c"item", items(MAX_RANKS))];
+    agree(c"ExchangeLarge", EXCHANGE_PARAM_BYTES_LARGE, 8, &large);
+    agree!(c"ExchangeArriveParams" ExchangeArriveParams:
+        c"state" state c"world" world c"reserved" reserved c"targets" targets);
+    agree!(c"ExchangeProbeParams" ExchangeProbeParams:
+        c"report" report c"nonce" nonce c"timeout_ns" timeout_ns c"rank" rank c"world" world c"peer" peers);
+    agree!(c"ExchangeProbePeer" ExchangeProbePeer: c"control" control c"pool" pool);
+    agree!(c"ExchangeProbeReport" ProbeReport: c"state" state c"value" value);
+}
+
+#[test]
 fn harness_structs() {
     let sizes = [c"Launch", c"Region", c"Report"].map(|name| ffi::layout(name, c"sizeof").unwrap());
     assert_eq!(sizes, ffi::raw_sizes());
+    let sizes = [c"WorldOp", c"WorldRank", c"WorldRun"].map(|name| ffi::layout(name, c"sizeof").unwrap());
+    assert_eq!(sizes, world::raw_sizes());
 }

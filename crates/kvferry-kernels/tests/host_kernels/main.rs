@@ -4,6 +4,10 @@
 
 mod arena;
 mod copy_case;
+mod exchange;
+mod exchange_broken;
+mod exchange_case;
+mod exchange_faults;
 mod ffi;
 mod fibers;
 mod layout;
@@ -12,3 +16,4 @@ mod strided_any;
 mod strided_case;
 mod strided_copy;
 mod vectorized_copy;
+mod world;

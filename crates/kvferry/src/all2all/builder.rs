@@ -9,7 +9,6 @@ use kvferry_layout::exchange::MAX_RANKS;
 use super::backend::{Backend, Setup};
 use super::collective::{message, nonce, word};
 use super::comm::{All2All, Calls, Shared, check_timeout};
-use super::cpu;
 use super::mesh::Mesh;
 use super::options::ExchangeDevice;
 use super::plan::PlanCache;
@@ -20,6 +19,7 @@ use super::state::Monitor;
 use super::stats::Counters;
 use super::watch::Watch;
 use super::wire::Notice;
+use super::{cpu, cuda};
 use crate::error::{Error, Result};
 
 /// What ranks of different builds must not mix: the words they share, and the meaning of calls.
@@ -214,10 +214,7 @@ impl All2AllBuilder {
     fn backend(&self, setup: &Setup<'_>) -> Result<Arc<dyn Backend>> {
         match self.device {
             ExchangeDevice::Cpu => cpu::connect(setup),
-            ExchangeDevice::Gpu(_) => Err(Error::Unsupported {
-                what: "an all2all between GPUs".to_owned(),
-                why: "this build has no CUDA backend for it".to_owned(),
-            }),
+            ExchangeDevice::Gpu(ordinal) => cuda::connect(setup, ordinal),
         }
     }
 

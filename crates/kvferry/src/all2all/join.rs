@@ -25,6 +25,8 @@ const MAX_RANKS: usize = 64;
 const MAX_STRANGERS: usize = 128;
 /// How soon a leftover at the rendezvous is looked at again.
 const RETRY: Duration = Duration::from_millis(20);
+/// How long one look at the rendezvous may keep this rank from looking at its connections.
+const SLICE: Duration = Duration::from_millis(200);
 /// Given to the look for ranks that never came, after the timeout.
 const LOOK: Duration = Duration::ZERO;
 
@@ -122,7 +124,7 @@ pub(super) fn connect(
     match result {
         Ok(()) => Ok(done.collect()),
         Err(error) => {
-            done.flatten().for_each(|peer| withdraw_from_join(&peer.socket, &error));
+            done.flatten().for_each(|peer| withdraw_from_join(rank, &peer.socket, &error));
             Err(error)
         }
     }
@@ -172,11 +174,15 @@ impl Joining<'_> {
     fn call(&mut self, lower: usize) -> Result<(), SetupError> {
         let key = key(self.name, lower);
         loop {
-            let remaining = left(self.start, self.timeout);
-            let bytes = match self.store.get(&key, remaining) {
+            let bytes = match self.store.get(&key, left(self.start, self.timeout).min(SLICE)) {
                 Ok(bytes) => bytes,
                 Err(SetupError::RendezvousTimeout { last, .. }) => {
                     self.last = last.or(self.last.take());
+                    // Those met already may have answered, or given up for a reason that is worth more than a timeout.
+                    self.turn(Duration::ZERO)?;
+                    if !left(self.start, self.timeout).is_zero() {
+                        continue;
+                    }
                     // Whoever has published is not the one that is missing.
                     let absent = |&rank: &usize| {
                         rank == lower || self.store.get(&self::key(self.name, rank), LOOK).is_err()
@@ -404,17 +410,23 @@ impl Joining<'_> {
         Ok(Peer { socket, watch, pid })
     }
 
+    /// Process of a rank, 0 if it is not connected.
+    fn pid(&self, rank: usize) -> u32 {
+        if let Link::Done(peer) = &self.links[rank] { peer.pid } else { 0 }
+    }
+
     /// Why a connected rank is gone.
     fn lost(&self, rank: usize, peer: &Peer) -> SetupError {
         while let Ok(Received::Message(bytes, _)) = peer.socket.try_recv() {
-            if let Ok(Message::Withdraw { reason, culprit, .. }) = Message::decode(&bytes) {
-                let culprit = culprit.map(|rank| rank as usize).filter(|&c| c != self.rank && c < self.world);
-                return match (culprit, culprit.map(|culprit| &self.links[culprit])) {
-                    (Some(rank), Some(Link::Done(peer))) => {
-                        SetupError::PeerDied { rank, pid: peer.pid, what: "join".to_owned() }
+            if let Ok(Message::Withdraw { origin, culprit, reason, .. }) = Message::decode(&bytes) {
+                let other = |&rank: &usize| rank != self.rank && rank < self.world;
+                let what = "join".to_owned();
+                return match culprit.map(|culprit| culprit as usize).filter(other) {
+                    Some(rank) => SetupError::PeerDied { rank, pid: self.pid(rank), what },
+                    None => {
+                        let rank = Some(origin as usize).filter(other).unwrap_or(rank);
+                        SetupError::Withdrawn { rank, what, reason }
                     }
-                    (Some(rank), _) => SetupError::PeerDied { rank, pid: 0, what: "join".to_owned() },
-                    (None, _) => SetupError::Withdrawn { rank, what: "join".to_owned(), reason },
                 };
             }
         }

@@ -54,7 +54,7 @@ enum Life {
 #[derive(Debug)]
 enum Word {
     Part { label: String, part: Part },
-    Withdrawn { culprit: Option<usize>, reason: String },
+    Withdrawn { origin: usize, culprit: Option<usize>, reason: String },
 }
 
 #[derive(Debug)]
@@ -223,7 +223,7 @@ impl Mesh {
             self.step(sequence, what, mine, fd, timeout)
         };
         if let Err(error) = &result {
-            self.send_to_all(&withdrawal(sequence, error));
+            self.send_to_all(&withdrawal(self.rank, sequence, error));
         }
         result
     }
@@ -270,22 +270,18 @@ impl Mesh {
     }
 
     /// Tells all ranks that have not died, as far as their sockets have room. Never waits.
-    ///
-    /// Those that have left are told too: one that closes waits for the goodbyes of the others.
     pub fn tell(&self, notice: Notice) {
         if self.fork.check().is_ok() {
-            self.send_to(self.ranks(|life| life != Life::Dead), &Message::Notice(notice));
+            self.send_to_all(&Message::Notice(notice));
         }
     }
 
     fn send_to_all(&self, message: &Message) {
-        self.send_to(self.here(), message);
-    }
-
-    fn send_to(&self, ranks: Vec<usize>, message: &Message) {
         let frame = message.encode();
-        for rank in ranks {
-            if let Some(peer) = &self.peers[rank]
+        // Also those that have said goodbye: they may still listen, and take an end without one for a death.
+        let alive: Vec<bool> = lock(&self.state).peers.iter().map(|peer| peer.life != Life::Dead).collect();
+        for (rank, peer) in self.peers.iter().enumerate().filter(|&(rank, _)| alive[rank]) {
+            if let Some(peer) = peer
                 && let Err(error) = peer.socket.try_send(&frame, &[])
             {
                 tracing::debug!(rank, %error, ?message, "could not tell a rank");
@@ -295,12 +291,8 @@ impl Mesh {
 
     /// The other ranks that are here.
     fn here(&self) -> Vec<usize> {
-        self.ranks(|life| life == Life::Here)
-    }
-
-    fn ranks(&self, which: impl Fn(Life) -> bool) -> Vec<usize> {
         let state = lock(&self.state);
-        (0..self.world()).filter(|&rank| rank != self.rank && which(state.peers[rank].life)).collect()
+        (0..self.world()).filter(|&rank| rank != self.rank && state.peers[rank].life == Life::Here).collect()
     }
 
     fn step(
@@ -357,12 +349,17 @@ impl Mesh {
                         lost.get_or_insert_with(died);
                     }
                 }
-                Some((_, Word::Withdrawn { culprit, reason })) => {
-                    return Err(match *culprit {
-                        Some(rank) if rank != self.rank && rank < self.world() => {
+                Some((_, Word::Withdrawn { origin, culprit, reason })) => {
+                    let other = |&rank: &usize| rank != self.rank && rank < self.world();
+                    return Err(match culprit.filter(other) {
+                        Some(rank) => {
                             SetupError::PeerDied { rank, pid: self.pid(rank), what: what.to_owned() }
                         }
-                        _ => SetupError::Withdrawn { rank, what: what.to_owned(), reason: reason.clone() },
+                        None => SetupError::Withdrawn {
+                            rank: Some(*origin).filter(other).unwrap_or(rank),
+                            what: what.to_owned(),
+                            reason: reason.clone(),
+                        },
                     });
                 }
                 None if peer.life == Life::Dead => return Err(died()),
@@ -493,9 +490,9 @@ impl Mesh {
                 let part = Part { bytes: payload, fd: fds.into_iter().next() };
                 self.hold(rank, sequence, Word::Part { label, part })
             }
-            Message::Withdraw { sequence, culprit, reason } => {
-                let culprit = culprit.map(|rank| rank as usize);
-                self.hold(rank, sequence, Word::Withdrawn { culprit, reason })
+            Message::Withdraw { sequence, origin, culprit, reason } => {
+                let (origin, culprit) = (origin as usize, culprit.map(|rank| rank as usize));
+                self.hold(rank, sequence, Word::Withdrawn { origin, culprit, reason })
             }
             Message::Notice(Notice::Abort { kind, peer, epoch }) => {
                 Ok(Some(Event::Abort { from: rank, kind, peer, epoch }))
@@ -529,18 +526,19 @@ impl Mesh {
     }
 }
 
-/// What a rank tells the others when it fails in a step.
-fn withdrawal(sequence: u64, error: &SetupError) -> Message {
-    let culprit = match error {
-        SetupError::PeerDied { rank, .. } => Some(*rank as u32),
-        _ => None,
+/// What a rank tells the others when it fails in a step. A failure passed on keeps its origin.
+fn withdrawal(own: usize, sequence: u64, error: &SetupError) -> Message {
+    let (origin, culprit, reason) = match error {
+        SetupError::PeerDied { rank, .. } => (own, Some(*rank as u32), cut(&error.to_string())),
+        SetupError::Withdrawn { rank, reason, .. } => (*rank, None, cut(reason)),
+        error => (own, None, cut(&error.to_string())),
     };
-    Message::Withdraw { sequence, culprit, reason: cut(&error.to_string()) }
+    Message::Withdraw { sequence, origin: origin as u32, culprit, reason }
 }
 
 /// Step 0 is the one that ends set-up: a rank that fails before tells those it is connected to.
-pub(super) fn withdraw_from_join(socket: &PeerSocket, error: &SetupError) {
-    if let Err(error) = socket.try_send(&withdrawal(0, error).encode(), &[]) {
+pub(super) fn withdraw_from_join(own: usize, socket: &PeerSocket, error: &SetupError) {
+    if let Err(error) = socket.try_send(&withdrawal(own, 0, error).encode(), &[]) {
         tracing::debug!(%error, "could not tell a rank why set-up failed");
     }
 }

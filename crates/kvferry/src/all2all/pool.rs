@@ -91,6 +91,16 @@ impl Pool {
         Place { slot: Slot::Landing, offset: self.step * u64::from(self.buffers) }
     }
 
+    /// The buffer that a byte of the pool belongs to.
+    pub(crate) fn slot_at(&self, offset: u64) -> Option<Slot> {
+        let index = offset.checked_div(self.step)?;
+        match u32::try_from(index) {
+            Ok(index) if index < self.buffers => Some(Slot::Buffer(index)),
+            Ok(index) if index == self.buffers => Some(Slot::Landing),
+            _ => None,
+        }
+    }
+
     /// A free buffer. A capture first takes what it has itself returned: within one graph the order of its nodes keeps
     /// uses apart, and no eager call may write what a replay writes.
     pub(crate) fn take(self: &Arc<Self>, capture: Option<CaptureId>) -> Option<Arc<Lease>> {
@@ -120,7 +130,6 @@ impl Pool {
     }
 
     /// A graph is gone: its buffers serve eager calls again. Makes no CUDA call, as the driver's callback asks.
-    #[allow(dead_code, reason = "called by the CUDA backend")]
     pub(crate) fn end_capture(&self, id: CaptureId) {
         let mut held = self.held();
         let freed = held.captures.remove(&id).unwrap_or_default();

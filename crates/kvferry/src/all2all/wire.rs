@@ -51,9 +51,12 @@ pub(crate) enum Message {
         label: String,
         payload: Vec<u8>,
     },
-    /// The sender gave up on that step; `culprit` is a rank whose death is the reason.
+    /// The sender gave up on that step.
     Withdraw {
         sequence: u64,
+        /// The rank that gave up first.
+        origin: u32,
+        /// A rank whose death is the reason.
         culprit: Option<u32>,
         reason: String,
     },
@@ -98,8 +101,9 @@ impl Message {
             Message::Welcome => frame(2, 0, "", &[]),
             Message::Refuse { stale, reason } => frame(3, u64::from(*stale), "", reason.as_bytes()),
             Message::Part { sequence, label, payload } => part(*sequence, label, payload),
-            Message::Withdraw { sequence, culprit, reason } => {
-                let mut payload = culprit.unwrap_or(u32::MAX).to_le_bytes().to_vec();
+            Message::Withdraw { sequence, origin, culprit, reason } => {
+                let mut payload = origin.to_le_bytes().to_vec();
+                payload.extend(culprit.unwrap_or(u32::MAX).to_le_bytes());
                 payload.extend(reason.as_bytes());
                 frame(5, *sequence, "", &payload)
             }
@@ -149,9 +153,10 @@ impl Message {
             }),
             4 => Ok(Message::Part { sequence, label: label.to_owned(), payload: payload.to_vec() }),
             5 => {
-                let culprit = word(payload, 0).ok_or(bad("a short withdrawal"))?;
-                let reason = String::from_utf8_lossy(&payload[4..]).into_owned();
-                Ok(Message::Withdraw { sequence, culprit: Some(culprit).filter(|&c| c != u32::MAX), reason })
+                let field = |at| word(payload, at).ok_or(bad("a short withdrawal"));
+                let (origin, culprit) = (field(0)?, Some(field(4)?).filter(|&culprit| culprit != u32::MAX));
+                let reason = String::from_utf8_lossy(&payload[8..]).into_owned();
+                Ok(Message::Withdraw { sequence, origin, culprit, reason })
             }
             6 => {
                 let field = |at| word(payload, at).ok_or(bad("a short abort"));
@@ -225,8 +230,8 @@ mod tests {
             Message::Refuse { stale: false, reason: String::new() },
             Message::Part { sequence: u64::MAX, label: "x".repeat(MAX_LABEL), payload: vec![9; MAX_GATHER] },
             Message::Part { sequence: 0, label: String::new(), payload: Vec::new() },
-            Message::Withdraw { sequence: 77, culprit: Some(0), reason: "rank 0 died".to_owned() },
-            Message::Withdraw { sequence: 78, culprit: None, reason: String::new() },
+            Message::Withdraw { sequence: 77, origin: 2, culprit: Some(0), reason: "rank 0 died".to_owned() },
+            Message::Withdraw { sequence: 78, origin: 63, culprit: None, reason: String::new() },
             Message::Notice(Notice::Abort { kind: 2, peer: 63, epoch: 1 << 40 }),
             Message::Notice(Notice::Bye),
         ]

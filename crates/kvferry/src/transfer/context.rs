@@ -32,9 +32,9 @@ pub(super) fn default_threads() -> usize {
 const MAX_PREPARED: usize = 256;
 /// Device memory that a context may take beyond its layouts, unless told otherwise: with what the driver takes for kernels
 /// and streams, 64 MiB.
-const STAGING_BYTES: u64 = 54 << 20;
-/// Pinned memory that a context may take beyond its layouts, unless told otherwise.
-const PINNED_BYTES: u64 = 16 << 20;
+const STAGING_BYTES: u64 = 50 << 20;
+/// Pinned memory that a context may take beyond its layouts, unless told otherwise: with the pages that the driver keeps, 16 MiB.
+const PINNED_BYTES: u64 = 14 << 20;
 /// How long a callback that closes waits before it looks after GPU jobs again.
 const SLICE: Duration = Duration::from_millis(1);
 /// Least of either: below, the ring for long id lists has no room for a chunk.
@@ -149,7 +149,7 @@ impl TransferContextBuilder {
     }
 
     /// Most device memory the context takes beyond its layouts, per GPU: the ring of the staged engine, and copies of
-    /// long id lists. At least 1 MiB; default 54 MiB.
+    /// long id lists. At least 1 MiB; default 50 MiB.
     #[must_use]
     pub const fn staging_bytes(mut self, bytes: u64) -> Self {
         self.staging_bytes = Some(bytes);
@@ -157,7 +157,7 @@ impl TransferContextBuilder {
     }
 
     /// Most pinned memory the context takes beyond its layouts, per GPU: the ring for pageable memory, and long id
-    /// lists. At least 1 MiB; default 16 MiB.
+    /// lists. At least 1 MiB; default 14 MiB.
     #[must_use]
     pub const fn pinned_bytes(mut self, bytes: u64) -> Self {
         self.pinned_bytes = Some(bytes);

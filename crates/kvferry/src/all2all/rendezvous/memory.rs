@@ -78,6 +78,7 @@ impl Rendezvous for MemoryStore {
     }
 
     fn get(&self, key: &str, timeout: Duration) -> Result<Vec<u8>, SetupError> {
+        check(key, &[])?;
         self.values.wait(key, timeout)
     }
 }
