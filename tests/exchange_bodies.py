@@ -95,7 +95,7 @@ def harm(how: str) -> None:
 def setting_up(
     rank: int, world: int, told: Told, *, directory: str, victim: int, how: str, after: int, patience: float
 ) -> Any:
-    """Sets up; the victim is harmed in its `after`-th use of the rendezvous. What others are told, and when."""
+    """Sets up; the victim is harmed in its `after`-th use of the rendezvous. What others are told."""
     told.say("started")
     hurt = (lambda: harm(how)) if rank == victim else None
     store = Files(directory, hurt, after)

@@ -84,6 +84,8 @@ KVF_API cuIpcOpenMemHandle_v2(CUdeviceptr* out, CUipcMemHandle given, unsigned f
       piece != 0 && shadow_map(piece + kPage, handle.page_bytes, fd, handle.file_offset, PROT_READ | PROT_WRITE);
   close(fd);
   if (!mapped) return CUDA_ERROR_MAP_FAILED;
+  // What the flag asks for: kernels of this context reach the memory, wherever it lies.
+  if (handle.device != context->device) context->peers.fetch_or(u64(1) << handle.device);
   const u64 base = piece + kPage + handle.inset;
   allocations().add(
       {base, handle.bytes, Kind::kOpened, handle.device, context, piece + kPage, handle.page_bytes, 0, 0, 0, 0});

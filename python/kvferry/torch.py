@@ -7,10 +7,10 @@
     q, k, v = kft.send_recv_heads(comm, (q, k, v), rank_tokens=[128, 96])
     o = kft.gather_heads(comm, attention(q, k, v), rank_tokens=[128, 96])
 
-The functions take what the methods of kf.All2All take, but for `out`, `stream` and `dtype`. The gradient of an
-exchange is another exchange: all ranks run the backward passes of the same calls, in the same order. Where a
-gradient is recorded, and in a CUDA graph, results are copied out of the communicator's buffers, which an autograd
-graph would hold for long. Compilers keep the calls and their order.
+The functions take what the methods of kf.All2All take, but for `out`, `stream` and `dtype`. The gradient of
+an exchange is another exchange: all ranks run the backward passes of the same calls, in the same order. Where
+a gradient is recorded, and in a CUDA graph, results are copied out of the communicator's buffers, which an
+autograd graph would hold for long. Compilers keep the calls and their order.
 
 Nothing else in kvferry imports torch.
 """
@@ -64,7 +64,7 @@ def _exchange(
     head_splits: Any = None,
     num_sms: int | None = None,
 ) -> Any:
-    """Says everything that ranks must agree on in numbers, which compilers can keep, and calls the operator."""
+    """Says all that ranks must agree on in numbers, which compilers can keep, and calls the operator."""
     single = isinstance(tensors, torch.Tensor)
     given = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
     try:
@@ -106,7 +106,7 @@ def _tokens_of(given: Any, operation: str, layout: str, world: int, rank_tokens:
     return found
 
 
-def _heads_of(
+def _heads_of(  # noqa: PLR0917
     given: Any,
     operation: str,
     layout: str,
@@ -167,7 +167,7 @@ def _head_axis(layout: str) -> int:
 
 # Not one of its arguments is an object: a graph that was compiled keeps them as they are.
 @custom_op("kvferry::exchange", mutates_args=())  # type: ignore[untyped-decorator]
-def _op(
+def _op(  # noqa: PLR0917
     tensors: Sequence[torch.Tensor],
     comm: int,
     operation: str,
@@ -210,7 +210,7 @@ def _packed(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @_op.register_fake  # type: ignore[untyped-decorator]
-def _fake(
+def _fake(  # noqa: PLR0917
     tensors: Any,
     comm: int,
     operation: str,
@@ -218,8 +218,8 @@ def _fake(
     tokens: Any,
     totals: Any,
     splits: Any,
-    num_sms: Any,
-    copy: bool,
+    num_sms: Any,  # noqa: ARG001
+    copy: bool,  # noqa: ARG001
 ) -> list[torch.Tensor]:
     found = communicator(comm)
     world, rank = found.world_size, found.rank
@@ -256,18 +256,20 @@ def _backward(ctx: Any, grads: Any) -> Any:
     ]
     of_heads, splits = _head_axis(ctx.layout), _unflat(ctx.splits, world)
 
-    def call(operation: str, tensors: Any, layout: str, tokens: Any, totals: Any, splits: Splits) -> Any:
+    def call(operation: str, tensors: Any, tokens: Any, totals: Any, splits: Splits) -> Any:
+        # Of sums over tokens the rows are made in this order.
+        layout = "BNHD" if ctx.operation == _TOKENS else ctx.layout
         return _op(tensors, ctx.comm, operation, layout, tokens, totals, _flat(splits), ctx.num_sms, True)
 
     if ctx.operation == _SEND:
         back = _summed_over_copies(call, ctx, full, splits, of_heads)
     elif ctx.operation == _GATHER:
-        back = call(_SEND, full, ctx.layout, ctx.tokens, ctx.totals, splits)
+        back = call(_SEND, full, ctx.tokens, ctx.totals, splits)
         back = [_own_only(one, split, rank, of_heads) for one, split in zip(back, splits, strict=True)]
     elif ctx.operation == _TOKENS:
-        back = _summed_over_tokens(call, ctx, full, world, rank)
+        back = _summed_over_tokens(call, ctx, full, world)
     else:
-        back = _summed_over_heads(call, ctx, full, splits, world, rank)
+        back = _summed_over_heads(call, ctx, full, splits)
     return list(back), *[None] * 8
 
 
@@ -275,9 +277,9 @@ def _summed_over_copies(call: Any, ctx: Any, grads: Any, splits: Splits, axis: i
     """The inverse exchange; heads that went to several ranks come back from each and are added up."""
     widths = [sum(map(len, split)) for split in splits]
     if widths == list(ctx.totals):
-        return call(_GATHER, grads, ctx.layout, ctx.tokens, ctx.totals, splits)
+        return call(_GATHER, grads, ctx.tokens, ctx.totals, splits)
     apart = [_ranges([len(split) for split in each]) for each in splits]
-    found = call(_GATHER, grads, ctx.layout, ctx.tokens, widths, apart)
+    found = call(_GATHER, grads, ctx.tokens, widths, apart)
     sums = []
     for one, total, split, at in zip(found, ctx.totals, splits, apart, strict=True):
         shape = list(one.shape)
@@ -300,7 +302,7 @@ def _own_only(grad: Any, split: list[range], rank: int, axis: int) -> Any:
     return grad * torch.tensor(sent, dtype=grad.dtype, device=grad.device).reshape(shape)
 
 
-def _summed_over_tokens(call: Any, ctx: Any, grads: Any, world: int, rank: int) -> Any:
+def _summed_over_tokens(call: Any, ctx: Any, grads: Any, world: int) -> Any:
     """Every rank sends each other one's tokens, as if they were heads of a single token per rank."""
     rows, totals, splits = [], [], []
     for index, grad in enumerate(grads):
@@ -309,7 +311,7 @@ def _summed_over_tokens(call: Any, ctx: Any, grads: Any, world: int, rank: int) 
         rows.append(by_tokens.reshape(by_tokens.shape[0], 1, by_tokens.shape[1], -1))
         totals.append(sum(counts))
         splits.append(_ranges(counts))
-    found = call(_SEND, rows, "BNHD", [1] * (world * len(rows)), totals, splits)
+    found = call(_SEND, rows, [1] * (world * len(rows)), totals, splits)
     sums = []
     for one, grad in zip(found, grads, strict=True):
         shape = list(grad.shape if ctx.layout == "BNHD" else grad.transpose(1, 2).shape)
@@ -319,13 +321,15 @@ def _summed_over_tokens(call: Any, ctx: Any, grads: Any, world: int, rank: int) 
     return sums
 
 
-def _summed_over_heads(call: Any, ctx: Any, grads: Any, splits: Splits, world: int, rank: int) -> Any:
+def _summed_over_heads(call: Any, ctx: Any, grads: Any, splits: Splits) -> Any:
     """Every rank sends each other one's heads of all tokens."""
+    found = communicator(ctx.comm)
+    world, rank = found.world_size, found.rank
     at, of_heads = _token_axis(ctx.layout), _head_axis(ctx.layout)
     tokens = [grad.shape[at] for grad in grads for _ in range(world)]
-    found = call(_SEND, grads, ctx.layout, tokens, ctx.totals, splits)
+    apart = call(_SEND, grads, tokens, ctx.totals, splits)
     sums = []
-    for one, split in zip(found, splits, strict=True):
+    for one, split in zip(apart, splits, strict=True):
         parts = one.unflatten(at, (world, one.shape[at] // world)).sum(at)
         sums.append(_own_only(parts, split, rank, of_heads))
     return sums

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from exchange_ranks import each, fresh, join, nothing_left, together
-from exchange_reference import Tensor
 from support import with_tests
 
 import kvferry as kf
@@ -185,7 +184,8 @@ tokens, heads = [(0, 3), (3, 4), (4, 9)], [(0, 3), (3, 5), (5, 7)]
 def part(spans, rank, axis):
     return whole.narrow(axis, spans[rank][0], spans[rank][1] - spans[rank][0])
 
-with kf.All2All.from_group(capacity_bytes=1 << 20) as comm, kf.All2All.from_group(capacity_bytes=1 << 20) as other:
+make = kf.All2All.from_group
+with make(capacity_bytes=1 << 20) as comm, make(capacity_bytes=1 << 20) as other:
     assert (comm.rank, comm.world_size, comm.device) == (rank, 3, None)
     x = part(tokens, rank, 1).clone().requires_grad_()
 

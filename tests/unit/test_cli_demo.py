@@ -23,14 +23,15 @@ if TYPE_CHECKING:
 
 np = pytest.importorskip("numpy")
 
-from kvferry.cli import _job, _pattern  # noqa: E402 - they need NumPy
+from kvferry.cli import _exchange, _job, _pattern  # noqa: E402 - they need NumPy
 
 BLOCKS = 3
 LLAMA_8B, LLAMA_70B, _, DEEPSEEK, ODD = GEOMETRIES
 
 
 def run_json(capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, dict[str, Any]]:
-    code = main(["demo", "--json", "--device", "cpu", "--blocks", str(BLOCKS), *options])
+    options = ("--only", "blocks", "--device", "cpu", "--blocks", str(BLOCKS), *options)
+    code = main(["demo", "--json", *options])
     report: dict[str, Any] = json.loads(capsys.readouterr().out)
     return code, report
 
@@ -152,7 +153,7 @@ def test_a_wrong_byte_in_the_pool_is_named_on_the_screen(
 
     # The last of an odd number of bring-backs leaves the pool wrong and the cache right.
     after(monkeypatch, "bring_back_step", damage)
-    assert main(["demo", "--device", "cpu", "--blocks", str(BLOCKS)]) == 1
+    assert main(["demo", "--only", "blocks", "--device", "cpu", "--blocks", str(BLOCKS)]) == 1
     screen = " ".join(capsys.readouterr().out.split())
     at = slots[0]
     assert "DIFFERENCES FOUND" in screen
@@ -196,6 +197,45 @@ def test_another_ranks_head_in_the_pool_is_a_guard(
     assert [difference[axis] for axis in ("layer", "outer", "token", "head", "dim")] == [79, 1, 15, 7, 127]
 
 
+def heads_json(capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, dict[str, Any]]:
+    code = main(["demo", "--json", "--only", "heads", *options])
+    report: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return code, report["exchange"]
+
+
+def test_four_processes_exchange_heads_and_lose_one(capsys: pytest.CaptureFixture[str]) -> None:
+    code, found = heads_json(capsys, "--seed", "3")
+    assert code == 0 and found["good"] is True and found["trouble"] == ""
+    assert (found["tokens"], found["heads"]) == ([500, 301, 0, 223], [8, 8, 7, 7])
+    # Three tensors of bfloat16: all tokens of a rank's heads, and back all heads of its tokens.
+    assert found["checked_bytes"] == 2 * 3 * 1024 * 30 * 64 * 2
+    assert found["wrong_elements"] == 0 and found["attention_difference"] <= 1e-6
+    assert [death["rank"] for death in found["deaths"]] == [0, 1, 3]
+    for death in found["deaths"]:
+        assert (death["error"], death["peer"], death["pid"]) == ("PeerDied", 2, found["pid"])
+        assert 0 <= death["milliseconds"] < 1000
+
+
+def test_ranks_that_cannot_run_fail_the_demo(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(_exchange, "CAPACITY", 1)
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    assert main(["demo", "--only", "heads"]) == 1
+    assert "COULD NOT BE RUN: rank 0 ended" in capsys.readouterr().out
+
+
+def test_a_wrong_element_after_an_exchange_is_found(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def damaged(found: Any, *_: Any) -> None:
+        found.wrong_elements = 1
+
+    monkeypatch.setattr(_exchange, "_collect", damaged)
+    code, found = heads_json(capsys)
+    assert code == 1 and found["good"] is False
+
+
 def test_a_transfer_that_moves_nothing_is_found(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -219,7 +259,7 @@ def test_a_mistake_let_through_fails_the_demo(
 ) -> None:
     refusal = Refusal("ctx.transfer(...)", "", "", "not refused", {})
     monkeypatch.setattr(_job, "_make_mistake", lambda *_: refusal)
-    assert main(["demo", "--device", "cpu", "--blocks", "1"]) == 1
+    assert main(["demo", "--only", "blocks", "--device", "cpu", "--blocks", "1"]) == 1
     assert "NOT REFUSED" in capsys.readouterr().out
 
 
@@ -234,6 +274,9 @@ def test_the_screen_is_plain_and_narrow(capsys: pytest.CaptureFixture[str]) -> N
     assert screen.count("every byte same") == screen.count("guards intact") == len(GEOMETRIES)
     for line in _job.the_code(None):
         assert f"  {line}\n" in screen
+    assert "8, 8, 7, 7 heads" in screen and "one process: equal" in " ".join(screen.split())
+    assert screen.count("PeerDied: rank 2") == 3
+    assert lines[-1].startswith("verified: ") and "MB of heads" in lines[-1]
 
 
 @pytest.mark.parametrize(

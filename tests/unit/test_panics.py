@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from typing import Any
 
@@ -111,6 +112,8 @@ def pool() -> list[Any]:
         kf.device(0),
         kf.pinned(),
         closed,
+        lone(),
+        lone().empty_output((1, 2, 3, 4), "float16"),
         job,
         route,
         kf.TransferContext(threads=1),
@@ -121,6 +124,11 @@ def pool() -> list[Any]:
     ]
 
 
+def lone() -> kf.All2All:
+    """A communicator of one rank, whom nobody waits for."""
+    return kf.All2All(0, 1, capacity_bytes=1 << 16)
+
+
 def targets() -> dict[str, Any]:
     layout, other = owned(Model(small(), "fc")), owned(Model(small(), "lw", "HND"))
     ctx = kf.TransferContext(threads=1)
@@ -128,12 +136,19 @@ def targets() -> dict[str, Any]:
     plan = ctx.plan(layout, other, [0], [0])
     route = ctx.route(layout, other)
     found: dict[str, Any] = {
-        name: value for name, value in vars(_core).items() if callable(value) and not name.startswith("_")
+        name: value
+        for name, value in vars(_core).items()
+        if callable(value) and not name.startswith("_") and name != "inject_driver_fault"
     }
-    for instance in (layout, other.regions[0], layout.config, kf.system(), ctx, job, job.wait(), plan, route):
+    comm = lone()
+    array = comm.empty_output((1, 2, 3, 4), "float16")
+    plain = (layout, other.regions[0], layout.config, kf.system(), ctx, job, job.wait(), plan, route)
+    for instance in (*plain, comm, array):
         for name in dir(instance):
             if name in (
                 "close",
+                # What comes after it would be refused for its sake.
+                "abort",
                 "__class__",
                 "__init_subclass__",
                 "__subclasshook__",
@@ -151,6 +166,14 @@ def targets() -> dict[str, Any]:
     found["from_tensors (fitting)"] = lambda value, **k: kf.PhysicalLayout.from_tensors(
         value, **{"axes": "block page head dim", **k}
     )
+    x = np.zeros((1, 2, 4, 4), np.float16)
+    for name in ("send_recv_heads", "gather_heads", "allgather"):
+        found[f"{name} (fitting)"] = functools.partial(getattr(comm, name), x)
+    found["from_group"] = kf.All2All.from_group
+    found["capacity_for"] = kf.All2All.capacity_for
+    found["All2All (alone)"] = lambda **k: kf.All2All(
+        0, 1, **{"capacity_bytes": 4096, "setup_timeout": 0.1, **k}
+    )
     found["config (fitting)"] = lambda **k: kf.LayoutConfig(
         **{
             "num_blocks": 2,
@@ -166,6 +189,17 @@ def targets() -> dict[str, Any]:
 
 
 OPTIONS = ["layers", "heads", "stream", "after", "engine", "num_sms", "transform", "strategy"]
+CALL = [
+    "rank_tokens",
+    "layout",
+    "num_heads",
+    "query_heads",
+    "head_splits",
+    "out",
+    "num_sms",
+    "engine",
+    "dtype",
+]
 SIZES = ["num_blocks", "num_layers", "page_size", "num_heads", "head_dim", "outer_dim", "inner_dim"]
 KEYWORDS = {
     "transfer": OPTIONS,
@@ -177,6 +211,12 @@ KEYWORDS = {
     "layer_separate": ["block_dim", "order"],
     "fully_contiguous": ["order"],
     "TransferContext": ["device", "threads"],
+    "send_recv_heads": CALL,
+    "gather_heads": CALL,
+    "allgather": [*CALL, "axis"],
+    "empty_output": ["layout"],
+    "capacity_for": ["operation", "rank_tokens", "query_heads", "head_splits"],
+    "All2All": ["capacity_bytes", "rendezvous", "device", "timeout", "setup_timeout", "buffers", "name"],
     "wait": ["timeout"],
     "runs": ["limit"],
 }

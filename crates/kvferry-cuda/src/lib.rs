@@ -56,7 +56,7 @@ pub use driver::{Driver, DriverVersion, KERNELS_NEED};
 pub use error::{CudaError, Result, Side};
 pub use exchange::{
     ExchangeLink, ExchangeMemory, ExchangeMode, ExchangeOut, ExchangePage, ExchangeProbe, ExchangeQueue,
-    ExchangeRoute, ExchangeStopped, PeerMemory, PeerReach, RouteInput, RoutePiece, RouteShape,
+    ExchangeRoute, ExchangeStopped, ExchangeWay, PeerMemory, PeerReach, RouteInput, RoutePiece, RouteShape,
 };
 pub use flight::Flight;
 pub use gpu::{Capture, Event, EventHandle, Gpu, Graph, Stream, StreamHandle};

@@ -148,6 +148,7 @@ driver_functions! {
         cuModuleUnload(module: CUmodule);
         cuModuleGetFunction(function: *mut CUfunction, module: CUmodule, name: *const c_char);
         cuFuncLoad(function: CUfunction);
+        cuFuncGetAttribute(value: *mut c_int, attribute: c_uint, function: CUfunction);
         cuLaunchKernel(
             function: CUfunction, grid_x: c_uint, grid_y: c_uint, grid_z: c_uint, block_x: c_uint, block_y: c_uint,
             block_z: c_uint, shared: c_uint, stream: CUstream, params: *mut *mut c_void, extra: *mut *mut c_void

@@ -12,7 +12,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyCapsule;
 
 use crate::dlpack::{
-    BFLOAT, DEVICE_CPU, DEVICE_CUDA, DEVICE_CUDA_HOST, DlDataType, DlDevice, DlManagedTensor,
+    self, BFLOAT, DEVICE_CPU, DEVICE_CUDA, DEVICE_CUDA_HOST, DlDataType, DlDevice, DlManagedTensor,
     DlManagedTensorVersioned, DlTensor, FLOAT, FLOAT8_E4M3FN, FLOAT8_E5M2, INT, LEGACY, READ_ONLY, UINT,
     VERSIONED,
 };
@@ -105,7 +105,8 @@ impl Export {
     ) -> PyResult<Export> {
         let item = i64::from(dtype.bits / 8).max(1);
         if let Some(stride) = strides.iter().find(|&&stride| stride as i64 % item != 0) {
-            let message = format!("a stride of {stride} bytes is no whole number of {item}-byte elements");
+            let of = dlpack::dtype(dtype).map_or_else(|| format!("{item}-byte"), |dtype| dtype.to_string());
+            let message = format!("a stride of {stride} bytes is no whole number of {of} elements");
             return Err(PyBufferError::new_err(message));
         }
         Ok(Export {

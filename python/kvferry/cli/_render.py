@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, TextIO
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from kvferry.cli._exchange import Exchange
     from kvferry.cli._machine import Machine
     from kvferry.cli._report import Outcome
 
 WIDTH = 100
-OPENING = (
-    "kvferry demo: moves KV-cache blocks of five models between layouts, verifies every byte; about 3 s."
-)
+OPENING = "kvferry demo: moves KV-cache blocks and attention heads between memories and processes; about 5 s."
 NEXT_STEPS = (
     ("make test", "the whole test ladder, from a clone"),
     ("python -m pydoc kvferry", "the ten-line example"),
@@ -107,16 +106,63 @@ class Screen:
             engines = f"out by the {outcome.offload.engine} engine, back by {outcome.bring_back.engine}"
             self._line(self._paint("2", "    " + engines))
 
+    def exchange(self, found: Exchange) -> None:
+        """Heads between four processes, attention, a death."""
+        self._heading("Attention heads between four processes of this machine, over shared memory")
+        if found.trouble:
+            self._wrapped(self._paint("31", f"COULD NOT BE RUN: {found.trouble}"))
+            return
+        tokens, heads = (", ".join(map(str, counts)) for counts in (found.tokens, found.heads))
+        self._wrapped(
+            f"q, k and v in one call: tokens {tokens} of ranks 0 to 3, {sum(found.heads)} heads each -> all "
+            f"{sum(found.tokens)} tokens, {heads} heads; {found.microseconds / 1e3:.1f} ms"
+        )
+        same = f"{found.checked_bytes / 1e6:.1f} MB there and back compared with NumPy slices: all the same"
+        if found.wrong_elements:
+            same = f"{found.wrong_elements} elements WRONG"
+        self._verdict(same, good=not found.wrong_elements)
+        equal = found.attention_difference <= 1e-6
+        self._verdict(
+            "attention of the four, each over all tokens for its heads, and that of one process: "
+            + ("equal" if equal else "DIFFERENT")
+            + f" (largest difference {found.attention_difference:g})",
+            good=equal,
+        )
+        self._wrapped(f"rank {found.victim} (process {found.pid}) killed while the others waited for it:")
+        for death in found.deaths:
+            told = (death.error, death.peer, death.pid) == ("PeerDied", found.victim, found.pid)
+            self._verdict(
+                f"  rank {death.rank} after {death.milliseconds:.1f} ms: {death.error}: {death.message}",
+                good=told,
+            )
+
     def closing(
         self,
         outcomes: list[Outcome],
         code: Iterable[str],
         device: int | None,
         *,
+        exchanged: int,
         verified: bool,
         seconds: float,
     ) -> None:
         """Why, what is refused, how to do it, what next."""
+        if outcomes:
+            self._explanation(outcomes)
+            made = f"kf.TransferContext({'' if device is None else device})"
+            self._heading(f"The four lines that did it, after import kvferry as kf; ctx = {made}")
+            self._indented(code)
+        self._heading("Next")
+        self._indented(f"{command:<25}{what}" for command, what in NEXT_STEPS)
+        self._line()
+        checked = sum(outcome.findings.checked_bytes for outcome in outcomes)
+        guards = sum(outcome.findings.guard_bytes for outcome in outcomes)
+        verdict = self._paint("1;32", "verified") if verified else self._paint("1;31", "DIFFERENCES FOUND")
+        sizes = {"blocks": checked, "guards": guards, "heads": exchanged}
+        compared = [f"{count / 1e6:.0f} MB of {what}" for what, count in sizes.items() if count]
+        self._line(f"{verdict}: {', '.join(compared)} compared, {seconds:.1f} s in all")
+
+    def _explanation(self, outcomes: list[Outcome]) -> None:
         first = outcomes[0]
         self._differences(outcomes)
         self._heading(f"Why {first.name} went out the way it did: plan.explain()")
@@ -133,19 +179,10 @@ class Screen:
                 self._wrapped("the guards above, that block among them, were compared after this")
             else:
                 self._line("  " + self._paint("31", "NOT REFUSED"))
-        made = f"kf.TransferContext({'' if device is None else device})"
-        self._heading(f"The four lines that did it, after import kvferry as kf; ctx = {made}")
-        self._indented(code)
-        self._heading("Next")
-        self._indented(f"{command:<25}{what}" for command, what in NEXT_STEPS)
-        self._line()
-        checked = sum(outcome.findings.checked_bytes for outcome in outcomes)
-        guards = sum(outcome.findings.guard_bytes for outcome in outcomes)
-        verdict = self._paint("1;32", "verified") if verified else self._paint("1;31", "DIFFERENCES FOUND")
-        self._line(
-            f"{verdict}: {checked / 1e6:.0f} MB of blocks and {guards / 1e6:.0f} MB of guards compared, "
-            f"{seconds:.1f} s in all"
-        )
+
+    def _verdict(self, text: str, *, good: bool) -> None:
+        for line in textwrap.wrap(text, WIDTH, initial_indent="  ", subsequent_indent=" " * 6):
+            self._line(self._paint("32" if good else "31", line))
 
     def _differences(self, outcomes: list[Outcome]) -> None:
         if all(outcome.findings.good for outcome in outcomes):

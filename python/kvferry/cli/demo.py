@@ -15,9 +15,10 @@ from kvferry.cli import _machine, _render
 from kvferry.cli._geometries import GEOMETRIES
 
 if TYPE_CHECKING:
+    from kvferry.cli._exchange import Exchange
     from kvferry.cli._report import Leg, Outcome
 
-SUMMARY = "offload, bring back and verify KV-cache blocks of five models on this machine"
+SUMMARY = "move and verify KV-cache blocks of five models, and attention heads of four processes"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -32,6 +33,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
         default="auto",
         metavar="N",
         help="GPU that holds the caches, or cpu for host memory (default: GPU 0 if there is one)",
+    )
+    parser.add_argument(
+        "--only",
+        choices=("blocks", "heads"),
+        help="only the KV-cache blocks, or only the attention heads (default: both)",
     )
     parser.add_argument(
         "--seed", type=int, default=0, metavar="N", help="key of the data and of the slots (default: 0)"
@@ -49,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
             "kvferry demo needs NumPy to recompute and compare every byte: pip install numpy", file=sys.stderr
         )
         return 2
-    from kvferry.cli import _job  # noqa: PLC0415 - needs NumPy
+    from kvferry.cli import _exchange, _job  # noqa: PLC0415 - needs NumPy
 
     machine = _machine.look()
     outcomes: list[Outcome] = []
@@ -63,8 +69,9 @@ def run(arguments: argparse.Namespace) -> int:
             device = ctx.device
             if screen:
                 screen.machine(machine, ctx.threads, device, why_not)
-                screen.table_head(_job.MOVES, device)
-            for number, geometry in enumerate(GEOMETRIES):
+                if arguments.only != "heads":
+                    screen.table_head(_job.MOVES, device)
+            for number, geometry in enumerate(GEOMETRIES if arguments.only != "heads" else ()):
                 blocks = arguments.blocks or geometry.blocks
                 outcome = _job.run(ctx, geometry, blocks=blocks, seed=arguments.seed, mistake=number == 0)
                 outcomes.append(outcome)
@@ -73,12 +80,21 @@ def run(arguments: argparse.Namespace) -> int:
     except (MemoryError, kf.HostMemoryError) as error:
         print(f"kvferry demo ran out of memory ({error}); try --blocks 4", file=sys.stderr)
         return 2
-    verified = all(outcome.good for outcome in outcomes)
+    exchange = _exchange.run(arguments.seed) if arguments.only != "blocks" else None
+    if screen and exchange:
+        screen.exchange(exchange)
+    verified = all(outcome.good for outcome in outcomes) and (exchange is None or exchange.good)
     seconds = time.monotonic() - start
     if screen:
-        screen.closing(outcomes, _job.the_code(device), device, verified=verified, seconds=seconds)
+        exchanged = exchange.checked_bytes if exchange else 0
+        code = _job.the_code(device)
+        screen.closing(outcomes, code, device, exchanged=exchanged, verified=verified, seconds=seconds)
     else:
-        report = {"device": device, **_as_json(machine, outcomes, arguments.seed, verified, seconds)}
+        facts: dict[str, Any] = {"seed": arguments.seed, "verified": verified, "seconds": seconds}
+        report = {
+            "device": device,
+            **_as_json(machine, outcomes, exchange, **facts),
+        }
         print(json.dumps(report, indent=2))
     return 0 if verified else 1
 
@@ -96,9 +112,15 @@ def _context(device: int | str, machine: _machine.Machine) -> tuple[kf.TransferC
 
 
 def _as_json(
-    machine: _machine.Machine, outcomes: list[Outcome], seed: int, verified: bool, seconds: float
+    machine: _machine.Machine,
+    outcomes: list[Outcome],
+    exchange: Exchange | None,
+    *,
+    seed: int,
+    verified: bool,
+    seconds: float,
 ) -> dict[str, Any]:
-    first = outcomes[0]
+    first = outcomes[0] if outcomes else None
     geometries = []
     for outcome in outcomes:
         facts = dataclasses.asdict(outcome)
@@ -114,8 +136,9 @@ def _as_json(
         "seconds": seconds,
         "machine": dataclasses.asdict(machine),
         "geometries": geometries,
-        "explain": first.explain,
-        "refused": dataclasses.asdict(first.refusal) if first.refusal else None,
+        "explain": first.explain if first else "",
+        "refused": dataclasses.asdict(first.refusal) if first and first.refusal else None,
+        "exchange": {**dataclasses.asdict(exchange), "good": exchange.good} if exchange else None,
     }
 
 

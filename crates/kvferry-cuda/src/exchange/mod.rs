@@ -20,5 +20,5 @@ mod route;
 pub use link::{ExchangeLink, ExchangeProbe};
 pub use memory::{ExchangeMemory, PeerMemory, PeerReach};
 pub use page::ExchangePage;
-pub use queue::{ExchangeMode, ExchangeOut, ExchangeQueue, ExchangeStopped};
+pub use queue::{ExchangeMode, ExchangeOut, ExchangeQueue, ExchangeStopped, ExchangeWay};
 pub use route::{ExchangeRoute, RouteInput, RoutePiece, RouteShape};

@@ -2,7 +2,7 @@
 
 use std::collections::VecDeque;
 use std::fmt;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use kvferry_host::Owner;
@@ -14,6 +14,7 @@ use kvferry_kernels::{
 use super::boxes::{self, CopyBox};
 use super::link::ExchangeLink;
 use super::route::{ExchangeRoute, RouteInput};
+use crate::capture::RelaxedCapture;
 use crate::context::ContextGuard;
 use crate::deferred::run_later;
 use crate::error::{CudaError, Result};
@@ -24,6 +25,8 @@ use crate::raw::{self, CUstream};
 
 /// How often a wait without an end of its own looks.
 const LOOK: Duration = Duration::from_micros(100);
+/// The same where nobody waits.
+const PATIENT_LOOK: Duration = Duration::from_millis(2);
 /// Most calls whose inputs are kept one by one; beyond that those of two neighbours are let go of together.
 const MOST_TRIPS: usize = 512;
 
@@ -101,12 +104,20 @@ impl fmt::Debug for ExchangeQueue {
     }
 }
 
-/// One call's way onto a stream.
-struct Way {
+/// A stream that a call is about to be put on, as [`ExchangeQueue::look`] found it.
+#[derive(Clone, Copy, Debug)]
+pub struct ExchangeWay {
     stream: StreamHandle,
     handle: CUstream,
     /// The capture that it becomes part of.
     capture: Option<u64>,
+}
+
+impl ExchangeWay {
+    /// The capture that the stream takes part in, by the driver's number of it.
+    pub fn capture(&self) -> Option<u64> {
+        self.capture
+    }
 }
 
 impl ExchangeQueue {
@@ -138,7 +149,17 @@ impl ExchangeQueue {
         &mut self.buffer
     }
 
-    /// Puts a call on `stream`: the inputs' bytes to where the peers' results land, peers' bytes to `place` of the own
+    /// Finds out what there is to know about a stream before a call is put on it.
+    ///
+    /// # Errors
+    /// A guard or stream of another device, and those of [`Gpu::capture_id`].
+    pub fn look(&self, cx: &ContextGuard<'_>, stream: StreamHandle) -> Result<ExchangeWay> {
+        let gpu = self.link.gpu();
+        let handle = gpu.own_stream(cx, stream)?;
+        Ok(ExchangeWay { stream, handle, capture: gpu.capture_id(cx, stream)? })
+    }
+
+    /// Puts a call on the stream of `way`: the inputs' bytes to where the peers' results land, peers' bytes to `place` of the own
     /// pool. `keep` is kept as the inputs are; under capture, as long as the graph.
     ///
     /// # Errors
@@ -148,7 +169,7 @@ impl ExchangeQueue {
     pub fn call(
         &mut self,
         cx: &ContextGuard<'_>,
-        stream: StreamHandle,
+        way: &ExchangeWay,
         route: &mut ExchangeRoute,
         inputs: &[RouteInput<'_>],
         place: u64,
@@ -167,11 +188,11 @@ impl ExchangeQueue {
         // Whatever is wrong with the call is found before it touches the stream.
         let copy_engine = matches!(mode, ExchangeMode::CopyEngine(_));
         route.aim(&mut self.buffer, place, hash, copy_engine)?;
-        let way = self.set_out(cx, stream)?;
+        self.set_out(cx, way)?;
         let owners = self.owners(inputs.iter().map(|input| input.region), keep);
-        self.hold_for_graph(cx, &way, &owners)?;
-        let launched = self.launch(cx, &way, route, place, hash, mode);
-        let kept = self.arrive(cx, &way, owners);
+        self.hold_for_graph(cx, way, &owners)?;
+        let launched = self.launch(cx, way, route, place, hash, mode);
+        let kept = self.arrive(cx, way, owners);
         launched.and(kept.map_err(|error| ExchangeStopped { error, begun: true }))
     }
 
@@ -179,19 +200,19 @@ impl ExchangeQueue {
     ///
     /// # Errors
     /// As [`call`](Self::call).
-    pub fn refuse(&mut self, cx: &ContextGuard<'_>, stream: StreamHandle, op: u32, verdict: u32) -> Outcome {
-        let way = self.set_out(cx, stream)?;
+    pub fn refuse(&mut self, cx: &ContextGuard<'_>, way: &ExchangeWay, op: u32, verdict: u32) -> Outcome {
         if way.capture.is_some() {
             let what = "a refusal";
-            return Err(CudaError::StreamIsCapturing { stream: stream.raw(), what }.into());
+            return Err(CudaError::StreamIsCapturing { stream: way.stream.raw(), what }.into());
         }
+        self.set_out(cx, way)?;
         let link = Arc::clone(&self.link);
         let (state, page) = (link.state(), link.page().device_addr());
         let buffer = &mut self.buffer;
         let refusal = ExchangeLaunch::refusal(link.rank(), link.table(), state, page, op, verdict, buffer);
         let mut refusal = refusal.map_err(CudaError::from)?;
         let launched = enqueue(&link, refusal.part(ExchangeFlags::POST), way.handle);
-        let kept = self.arrive(cx, &way, Vec::new());
+        let kept = self.arrive(cx, way, Vec::new());
         launched?;
         kept.map_err(|error| ExchangeStopped { error, begun: true })
     }
@@ -221,7 +242,8 @@ impl ExchangeQueue {
             }
             copies.push(list);
         }
-        let way = self.set_out(cx, stream)?;
+        let way = self.look(cx, stream)?;
+        self.set_out(cx, &way)?;
         let owners = self.owners(outs.iter().map(|out| out.to.region), None);
         self.hold_for_graph(cx, &way, &owners)?;
         let pool = self.link.memory().addr() + kvferry_kernels::CONTROL_BYTES;
@@ -284,12 +306,15 @@ impl ExchangeQueue {
         }
     }
 
-    /// Orders the next thing on `stream` after the last one.
-    fn set_out(&mut self, cx: &ContextGuard<'_>, stream: StreamHandle) -> Result<Way> {
-        let gpu = Arc::clone(self.link.gpu());
-        let handle = gpu.own_stream(cx, stream)?;
-        let capture = gpu.capture_id(cx, stream)?;
-        match capture {
+    /// Orders the next thing on the stream after the last one.
+    fn set_out(&mut self, cx: &ContextGuard<'_>, way: &ExchangeWay) -> Result<()> {
+        let (gpu, stream) = (self.link.gpu(), way.stream);
+        // The guard must be of the context that `look` looked in, and a graph must own what becomes a part of it.
+        if gpu.capture_id(cx, stream)? != way.capture {
+            let what = "a call that was begun before the capture";
+            return Err(CudaError::StreamIsCapturing { stream: stream.raw(), what });
+        }
+        match way.capture {
             Some(id) => {
                 if let Some((of, on, event)) = &self.captured
                     && *of == id
@@ -309,11 +334,11 @@ impl ExchangeQueue {
                 }
             }
         }
-        Ok(Way { stream, handle, capture })
+        Ok(())
     }
 
     /// Notes the end of what was put on the way, and what is kept until then.
-    fn arrive(&mut self, cx: &ContextGuard<'_>, way: &Way, owners: Vec<Owner>) -> Result<()> {
+    fn arrive(&mut self, cx: &ContextGuard<'_>, way: &ExchangeWay, owners: Vec<Owner>) -> Result<()> {
         let gpu = Arc::clone(self.link.gpu());
         if let Some(id) = way.capture {
             let event = match self.captured.take() {
@@ -403,7 +428,7 @@ impl ExchangeQueue {
     }
 
     /// Gives the graph that the way leads into everything that its nodes will use.
-    fn hold_for_graph(&self, cx: &ContextGuard<'_>, way: &Way, owners: &[Owner]) -> Result<()> {
+    fn hold_for_graph(&self, cx: &ContextGuard<'_>, way: &ExchangeWay, owners: &[Owner]) -> Result<()> {
         if way.capture.is_none() {
             return Ok(());
         }
@@ -467,7 +492,7 @@ impl ExchangeQueue {
     fn launch(
         &mut self,
         cx: &ContextGuard<'_>,
-        way: &Way,
+        way: &ExchangeWay,
         route: &mut ExchangeRoute,
         place: u64,
         hash: u64,
@@ -497,7 +522,7 @@ impl ExchangeQueue {
     fn copies(
         &self,
         cx: &ContextGuard<'_>,
-        way: &Way,
+        way: &ExchangeWay,
         route: &mut ExchangeRoute,
         places: &[u64],
     ) -> Result<()> {
@@ -531,7 +556,7 @@ impl ExchangeQueue {
         }
     }
 
-    fn payload(&self, way: &Way, route: &ExchangeRoute, bases: &[u64], places: &[u64]) -> Result<()> {
+    fn payload(&self, way: &ExchangeWay, route: &ExchangeRoute, bases: &[u64], places: &[u64]) -> Result<()> {
         let targets = self.link.table().iter().zip(places).zip(route.boxes());
         for ((peer, &place), list) in targets {
             for (input, one) in list {
@@ -547,7 +572,7 @@ impl ExchangeQueue {
 
     /// Tells every peer of the arrival, by copies behind the payload: both parities' words, of which one says what it
     /// has said before.
-    fn flags(&self, way: &Way) -> Result<()> {
+    fn flags(&self, way: &ExchangeWay) -> Result<()> {
         let rank = self.link.rank();
         let staging = self.link.state() + std::mem::offset_of!(LocalState, staging) as u64;
         for (target, peer) in self.link.table().iter().enumerate().filter(|&(target, _)| target != rank) {
@@ -572,33 +597,60 @@ fn enqueue(link: &ExchangeLink, part: ExchangePart<'_>, stream: CUstream) -> Res
     unsafe { link.gpu().kernels().launch(part.kernel, part.geometry, part.params.as_ptr(), stream) }
 }
 
+/// Work that outlives its queue, and what it uses.
+struct Leftover {
+    link: Arc<ExchangeLink>,
+    trips: VecDeque<Trip>,
+    untracked: bool,
+}
+
+impl Leftover {
+    /// Lets go of everything when it is no longer used. Calls end by themselves: their waits are bounded.
+    fn outlast(self) {
+        // Not asleep in the driver: a kernel that waits for a peer may take its time, and others need the driver.
+        let ended = match self.trips.back() {
+            Some(last) if !self.untracked => loop {
+                match last.event.query() {
+                    Ok(false) => std::thread::sleep(PATIENT_LOOK),
+                    Ok(true) => break Ok(()),
+                    Err(error) => break Err(error),
+                }
+            },
+            _ => self.link.gpu().synchronize(),
+        };
+        if let Err(error) = ended.or_else(|_| self.link.gpu().synchronize()) {
+            error.log_on_drop("ending an exchange: its memory is leaked, it may still be in use. That");
+            std::mem::forget(self);
+        }
+    }
+}
+
 impl Drop for ExchangeQueue {
     fn drop(&mut self) {
         if !self.in_flight() {
             return;
         }
-        // Nobody waits for a peer on behalf of a queue that is gone.
-        self.link.page().abort(kvferry_kernels::abort_word(CLOSED, self.link.rank() as u32));
-        let (link, trips, untracked) =
-            (Arc::clone(&self.link), std::mem::take(&mut self.trips), self.untracked);
-        run_later(move || {
-            let ended = match trips.back() {
-                Some(last) if !untracked => last.event.synchronize(),
-                _ => link.gpu().synchronize(),
-            };
-            if let Err(error) = ended.or_else(|_| link.gpu().synchronize()) {
-                error.log_on_drop("ending an exchange: its memory is leaked, it may still be in use. That");
-                std::mem::forget((link, trips));
-            }
+        let (link, trips) = (Arc::clone(&self.link), std::mem::take(&mut self.trips));
+        let leftover = Arc::new(Mutex::new(Some(Leftover { link, trips, untracked: self.untracked })));
+        let take = |leftover: &Mutex<Option<Leftover>>| {
+            leftover.lock().unwrap_or_else(PoisonError::into_inner).take().map(Leftover::outlast)
+        };
+        // Results of the last calls may be in use: the calls go on, and a thread of their own waits for them.
+        let waiter = Arc::clone(&leftover);
+        let started = std::thread::Builder::new().name("kvf-exchange-end".to_owned()).spawn(move || {
+            let _relaxed = RelaxedCapture::enter();
+            take(&waiter)
         });
+        if started.is_err() {
+            run_later(move || {
+                take(&leftover);
+            });
+        }
     }
 }
 
 /// `CUDA_ERROR_STREAM_CAPTURE_IMPLICIT`.
 const CAPTURE_IMPLICIT: i32 = 906;
-
-/// Code of the abort word that a dropped queue leaves.
-const CLOSED: u32 = u32::MAX;
 
 impl Gpu {
     /// The capture that `stream` takes part in, by the driver's number of it.

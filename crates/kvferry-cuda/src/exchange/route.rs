@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use kvferry_kernels::{
     ExchangeArriveParams, ExchangeCall, ExchangeGrid, ExchangeLimits, ExchangeLoop, ExchangeParamBuffer,
-    ExchangePiece, ExchangeTemplate, PLACE_ALIGN,
+    ExchangePiece, ExchangeTemplate, Kernel, PLACE_ALIGN,
 };
 
 use super::boxes::{self, CopyBox};
@@ -109,8 +109,11 @@ impl ExchangeRoute {
             reaches.push(reach);
             bytes.push(sum);
         }
-        let limits =
-            ExchangeLimits { sm_count: link.gpu().sm_count(), num_sms: shape.num_sms, max_block: 1024 };
+        let kernels = link.gpu().kernels();
+        // The two forms of the kernel differ in their parameters only.
+        let max_block =
+            kernels.most_threads(Kernel::Exchange).min(kernels.most_threads(Kernel::ExchangeLarge));
+        let limits = ExchangeLimits { sm_count: link.gpu().sm_count(), num_sms: shape.num_sms, max_block };
         let grid = ExchangeGrid::choose(&bytes, &limits);
         let bases = Vec::with_capacity(shape.inputs);
         let link = Arc::clone(link);

@@ -7,12 +7,17 @@ use kvferry_kernels::{Kernel, LaunchGeometry, Module};
 use crate::error::{CudaError, Result};
 use crate::raw::{self, CUfunction, CUmodule, CUstream};
 
+/// `CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK`.
+const MAX_THREADS_PER_BLOCK: u32 = 0;
+
 /// Modules and functions of one context. Empty when the build has no kernels.
 #[derive(Default)]
 pub(crate) struct Kernels {
     modules: Vec<CUmodule>,
     /// By `kernel as usize`.
     functions: Vec<CUfunction>,
+    /// Most threads of a block, by `kernel as usize`.
+    most_threads: Vec<u32>,
 }
 
 impl Kernels {
@@ -43,7 +48,11 @@ impl Kernels {
             // A lazily loading process would otherwise load at the first launch, which can wait for running kernels.
             // SAFETY: the function was just given by the driver.
             unsafe { raw::cuFuncLoad(function) }?;
+            let mut most = 0;
+            // SAFETY: `most` is a live integer; the function was just given by the driver.
+            unsafe { raw::cuFuncGetAttribute(&mut most, MAX_THREADS_PER_BLOCK, function) }?;
             self.functions.push(function);
+            self.most_threads.push(u32::try_from(most).unwrap_or(0));
         }
         Ok(())
     }
@@ -53,9 +62,15 @@ impl Kernels {
         !self.functions.is_empty()
     }
 
+    /// Most threads that a block of the kernel may have; 0 without kernels.
+    pub(crate) fn most_threads(&self, kernel: Kernel) -> u32 {
+        self.most_threads.get(kernel as usize).copied().unwrap_or(0)
+    }
+
     /// Unloads, with the context of `load` current and no kernel running.
     pub(super) fn unload(&mut self) {
         self.functions.clear();
+        self.most_threads.clear();
         for module in self.modules.drain(..) {
             // SAFETY: loaded by us, unloaded once; whoever launches holds the `Gpu` until its kernels are done.
             if let Err(error) = unsafe { raw::cuModuleUnload(module) } {

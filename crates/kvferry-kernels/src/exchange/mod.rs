@@ -8,6 +8,7 @@
 mod build;
 mod error;
 mod grid;
+mod lower;
 mod params;
 mod small;
 mod template;

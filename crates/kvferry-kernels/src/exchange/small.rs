@@ -76,7 +76,7 @@ const _: () = assert!(size_of::<ExchangeProbeParams>() == 32 + 16 * MAX_RANKS);
 
 impl ExchangeProbeParams {
     /// One CTA.
-    pub const GEOMETRY: LaunchGeometry = LaunchGeometry { grid: 1, block: 256, shared: 0 };
+    pub const GEOMETRY: LaunchGeometry = LaunchGeometry { grid: 1, block: 64, shared: 0 };
 
     /// For a world of `peers.len()` ranks, at most [`MAX_RANKS`].
     #[must_use]

@@ -206,6 +206,8 @@ fn what_does_not_fit_is_refused() {
     assert_eq!(refused(|c| c.peers = &[]), E::World { world: 0, limit: 64 });
     let odd = kept([ExchangePeer { control: 8, ..ExchangePeer::default() }; 2]);
     assert_eq!(refused(|c| c.peers = odd), E::Misaligned { what: "control block", value: 8 });
+    assert_eq!(refused(|c| c.host_page = 8), E::Misaligned { what: "host page", value: 8 });
+    assert_eq!(refused(|c| c.state = 4), E::Misaligned { what: "state", value: 4 });
     let l = |count| ExchangeLoop { count, src_stride: 64, dst_stride: 64 };
     let deep = kept([l(2), l(1), l(2), l(2), l(2)]);
     let pieces = kept([vec![], vec![piece(0, 0, 16, deep)]]);

@@ -91,6 +91,36 @@ fn many_calls_in_one_place() {
     }
 }
 
+/// A graph launches the same parameters again and again; everything that changes lies on the device.
+#[test]
+fn the_same_parameters_again() {
+    for way in [Way::Whole, Way::Split, Way::Copy] {
+        for seed in 0..8 {
+            let mut case = plain(3, 1, Order::Random(seed));
+            for rank in &mut case.ranks {
+                rank.way = way;
+            }
+            let mut stage = case.stage();
+            for _ in 0..5 {
+                for rank in 0..3 {
+                    case.enqueue(&mut stage, 0, rank);
+                }
+            }
+            stage.world.run(3, case.order);
+            for rank in 0..3 {
+                assert!(
+                    stage.world.reports[rank].is_clean(),
+                    "{way:?} {seed}: {:?}",
+                    stage.world.reports[rank]
+                );
+                assert_eq!(stage.state(rank).epoch, 5);
+                // The last one; what an earlier one left was overwritten when it was consumed.
+                assert_eq!(case.check_result(&stage, 0, rank), Ok(()), "{way:?} {seed}");
+            }
+        }
+    }
+}
+
 /// Nine ranks do not fit the small parameters.
 #[test]
 fn more_ranks_than_the_small_parameters_hold() {

@@ -70,7 +70,8 @@ impl Inner {
 
 /// The communicator with a number that `All2All._handle` gave.
 #[pyfunction]
-pub(crate) fn communicator(py: Python<'_>, handle: u64) -> PyResult<All2All> {
+pub(crate) fn communicator(handle: &Bound<'_, PyAny>) -> PyResult<All2All> {
+    let (py, handle) = (handle.py(), whole("OptionError", "handle", handle, u64::MAX)?);
     let found = OPEN.lock().unwrap_or_else(PoisonError::into_inner).get(&handle).and_then(Weak::upgrade);
     found.map(All2All).ok_or_else(|| plain(py, "ClosedError", "the all2all communicator is gone"))
 }
@@ -80,10 +81,13 @@ pub(crate) fn communicator(py: Python<'_>, handle: u64) -> PyResult<All2All> {
 #[pyo3(signature = (num_heads, world_size, query_heads=None))]
 pub(crate) fn head_ranges<'py>(
     py: Python<'py>,
-    num_heads: u64,
-    world_size: usize,
-    query_heads: Option<u64>,
+    num_heads: &Bound<'py, PyAny>,
+    world_size: &Bound<'py, PyAny>,
+    query_heads: Option<&Bound<'py, PyAny>>,
 ) -> PyResult<Vec<Bound<'py, PyRange>>> {
+    let num_heads = whole("OptionError", "num_heads", num_heads, i64::MAX as u64)?;
+    let world_size = whole("OptionError", "world_size", world_size, u32::MAX.into())? as usize;
+    let query_heads = query_heads.map(options::query_heads).transpose()?;
     let ranges = kvferry::layout::head_ranges(num_heads, world_size, query_heads).or_raise(py)?;
     ranges.into_iter().map(|range| PyRange::new(py, range.start as isize, range.end as isize)).collect()
 }

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use kvferry::all2all::{ExchangeEngine, Output};
 use kvferry::layout::{ExchangeOp, HeadLayout};
-use pyo3::exceptions::PyTypeError;
+use pyo3::exceptions::{PyOverflowError, PyTypeError};
 use pyo3::prelude::*;
 use pyo3::types::{PyInt, PyList, PyRange, PySequence, PyString, PyTuple};
 
@@ -45,6 +45,26 @@ pub(crate) fn engine(py: Python<'_>, name: &str) -> PyResult<ExchangeEngine> {
     }
 }
 
+/// Most entries of any list here: more than there can be ranks, tensors or axes. A sequence may claim any length.
+const LONGEST: usize = 4096;
+
+/// The length of a list, which must be one that somebody could mean.
+fn length(value: &Bound<'_, PyAny>, name: &str) -> PyResult<usize> {
+    match value.len() {
+        Ok(length) if length <= LONGEST => Ok(length),
+        Err(error) if !error.is_instance_of::<PyOverflowError>(value.py()) => Err(error),
+        _ => Err(plain(value.py(), "OptionError", format!("{name} has more than {LONGEST} entries"))),
+    }
+}
+
+/// Numbers from 0 to 2^64 - 1, of a list of bounded length.
+fn numbers(value: &Bound<'_, PyAny>, name: &str) -> PyResult<Vec<u64>> {
+    if value.cast::<PySequence>().is_ok() {
+        length(value, name)?;
+    }
+    words(value, name)
+}
+
 fn is_list(value: &Bound<'_, PyAny>) -> bool {
     value.cast::<PySequence>().is_ok() && !value.is_instance_of::<PyString>()
 }
@@ -56,9 +76,10 @@ pub(crate) fn rank_tokens(value: &Bound<'_, PyAny>) -> PyResult<Vec<Vec<u64>>> {
         && !value.get_item(0)?.is_instance_of::<PyInt>()
         && is_list(&value.get_item(0)?);
     if nested {
-        return value.try_iter()?.map(|list| words(&list?, "rank_tokens")).collect();
+        length(value, "rank_tokens")?;
+        return value.try_iter()?.map(|list| numbers(&list?, "rank_tokens")).collect();
     }
-    Ok(vec![words(value, "rank_tokens")?])
+    Ok(vec![numbers(value, "rank_tokens")?])
 }
 
 /// `num_heads`: a number for every tensor, or one per tensor.
@@ -66,7 +87,7 @@ pub(crate) fn num_heads(value: &Bound<'_, PyAny>, tensors: usize) -> PyResult<Ve
     if value.is_instance_of::<PyInt>() {
         return Ok(vec![whole("OptionError", "num_heads", value, MOST)?; tensors]);
     }
-    words(value, "num_heads")
+    numbers(value, "num_heads")
 }
 
 pub(crate) fn query_heads(value: &Bound<'_, PyAny>) -> PyResult<u64> {
@@ -83,7 +104,7 @@ pub(crate) fn head_splits(value: &Bound<'_, PyAny>, tensors: usize) -> PyResult<
     };
     let of_rank =
         |item: &Bound<'_, PyAny>| item.is_instance_of::<PyRange>() || item.is_instance_of::<PyInt>();
-    if !is_list(value) || value.len()? == 0 {
+    if !is_list(value) || length(value, "head_splits")? == 0 {
         return Err(wrong());
     }
     if of_rank(&value.get_item(0)?) {
@@ -99,6 +120,7 @@ pub(crate) fn head_splits(value: &Bound<'_, PyAny>, tensors: usize) -> PyResult<
 }
 
 fn splits(list: &Bound<'_, PyAny>) -> PyResult<Vec<Range<u64>>> {
+    length(list, "head_splits")?;
     let mut next = 0_u64;
     let mut found = Vec::new();
     for item in list.try_iter()? {
@@ -145,7 +167,7 @@ pub(crate) fn output(value: &Bound<'_, PyAny>) -> PyResult<Output> {
 
 /// A shape of three or four axes in the order of `layout`, as batch, tokens, heads, dim; and whether it has three.
 pub(crate) fn shape(value: &Bound<'_, PyAny>, layout: HeadLayout) -> PyResult<([u64; 4], bool)> {
-    let extents = words(value, "shape")?;
+    let extents = numbers(value, "shape")?;
     let (a, b, c, d, flat) = match extents[..] {
         [a, b, c, d] => (a, b, c, d, false),
         [a, b, c] => (a, b, c, 1, true),
@@ -171,6 +193,7 @@ pub(crate) fn shapes(
     if !several {
         return Ok((vec![shape(value, layout)?], true));
     }
+    length(value, "shape")?;
     let found = value.try_iter()?.map(|each| shape(&each?, layout)).collect::<PyResult<_>>()?;
     Ok((found, false))
 }

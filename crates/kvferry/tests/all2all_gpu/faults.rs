@@ -223,7 +223,8 @@ fn a_call_that_fails_half_way_breaks_both_ranks() {
             assert!(matches!(&failed, Error::Exchange(ExchangeFailure::Failed { rank: 1, .. })), "{failed}");
             assert_eq!(faults::clear(), 0);
         } else {
-            at.call(&large, SendRecvHeads).unwrap();
+            // Unless the other one's failure is heard of first.
+            drop(at.call(&large, SendRecvHeads));
         }
         let failure = broken(&at, SOON);
         assert!(matches!(&failure, ExchangeFailure::Failed { rank: 1, .. }), "{failure}");

@@ -225,14 +225,16 @@ fn a_rank_that_dies_is_named_and_the_context_lives_on() {
             // No destructor runs, no goodbye is said.
             std::process::exit(9);
         }
-        // The kernel waits for a header that never comes.
-        let result = at.call(&whole, SendRecvHeads).unwrap();
+        // The kernel waits for a header that never comes, unless the death is known before the call.
         let start = Instant::now();
+        let result = at.call(&whole, SendRecvHeads);
         let failure = broken(&at, SOON);
         assert!(matches!(failure, ExchangeFailure::PeerDied { peer: 1, .. }), "{failure}");
         at.stream.synchronize().unwrap();
         assert!(start.elapsed() < Duration::from_secs(2));
-        assert!(crate::gpus::bytes(&result).iter().all(|&byte| byte == 0xFF));
+        if let Ok(result) = result {
+            assert!(crate::gpus::bytes(&result).iter().all(|&byte| byte == 0xFF));
+        }
         assert!(at.call(&whole, SendRecvHeads).is_err());
         assert!(at.comm.close().is_err());
         // The GPU still works.

@@ -170,3 +170,25 @@ fn a_stream_of_another_device_is_refused() {
         at.checked(&whole, SendRecvHeads);
     });
 }
+
+#[test]
+fn a_call_outlives_its_communicator() {
+    crate::processes::in_processes("streams::a_call_outlives_its_communicator", 2, &[], |process| {
+        let at = process.connect();
+        let whole = whole();
+        let hold = Hold::on(&at.gpu, &at.stream);
+        let result = at.call(&whole, SendRecvHeads).unwrap();
+        // Dropped, not closed, with the call on its way.
+        let Rank { comm, gpu, stream, rank } = at;
+        drop(comm);
+        std::thread::sleep(Duration::from_millis(50));
+        hold.open();
+        stream.synchronize().unwrap();
+        let Region::Device(region) = result.region() else { panic!("on a GPU") };
+        let expected = whole.expected(SendRecvHeads, rank, HeadLayout::Bnhd);
+        let mut found = vec![0; expected.len()];
+        region.read(result.offset(), &mut found).unwrap();
+        assert!(found == expected);
+        drop(gpu);
+    });
+}

@@ -42,7 +42,8 @@ impl CudaBackend {
         let mut queue = lock(&self.queue);
         let queue = queue.as_mut().ok_or_else(|| Trouble::Refused(Error::ExchangeClosed))?;
         let cx = self.gpu.enter().map_err(refused)?;
-        let capture = self.gpu.capture_id(&cx, stream).map_err(refused)?;
+        let way = queue.look(&cx, stream).map_err(refused)?;
+        let capture = way.capture();
         let routes = self.routes(queue, launch).map_err(Trouble::Refused)?;
         let mut routes = lock(routes);
         let found = routes.iter_mut().find(|(num_sms, _)| *num_sms == launch.num_sms);
@@ -60,7 +61,7 @@ impl CudaBackend {
         self.fences.open(&cx, slot, stream, capture, self.timeout()).map_err(Trouble::Refused)?;
         let keep = self.kept_by(capture, launch);
         let place = launch.place.offset;
-        let launched = queue.call(&cx, stream, route, &inputs, place, launch.hash, mode, keep);
+        let launched = queue.call(&cx, &way, route, &inputs, place, launch.hash, mode, keep);
         drop(through);
         if let Err(stopped) = launched {
             return Err(if stopped.begun {
@@ -101,24 +102,19 @@ impl CudaBackend {
         }
     }
 
-    /// A call that a peer has left before will only end by what that peer said before: the caller learns it now.
+    /// A call that a peer has left before will, as a rule, only end by what that peer said before: the caller learns it
+    /// now, unless the stream has other work to do first.
     fn farewell(&self, queue: &mut ExchangeQueue, op: ExchangeOp) -> std::result::Result<(), Trouble> {
-        let left = self.left.load(Ordering::Acquire);
-        if left == 0 {
+        if self.left.load(Ordering::Acquire) == 0 {
             return Ok(());
         }
-        let settled = queue.settle(FAREWELL.saturating_add(MARGIN));
+        let settled = queue.settle(FAREWELL + FAREWELL / 4);
         if let Some(record) = self.page.record() {
             return Err(Trouble::Fault(self.fault_of(&record)));
         }
         match settled {
-            // It came in time after all: all had called before the peer left.
-            Ok(true) => Ok(()),
-            Ok(false) => {
-                let (kind, epoch) = (FaultKind::PeerLeft, self.calls.load(Ordering::Acquire));
-                let peer = left.trailing_zeros() as usize;
-                Err(Trouble::Fault(Fault { kind, peer, epoch, op: Some(op) }))
-            }
+            // All had called before the peer left; or that will be known later.
+            Ok(_) => Ok(()),
             Err(error) => Err(Trouble::Fault(self.failed(&error, op))),
         }
     }
@@ -128,23 +124,21 @@ impl CudaBackend {
         let mut queue = lock(&self.queue);
         let Some(queue) = queue.as_mut() else { return false };
         let Ok(cx) = self.gpu.enter() else { return false };
-        if !matches!(self.gpu.capture_id(&cx, stream), Ok(None)) {
-            return false;
-        }
+        let way = match queue.look(&cx, stream) {
+            Ok(way) if way.capture().is_none() => way,
+            _ => return false,
+        };
         // Codes of refusals are small.
-        let published = queue.refuse(&cx, stream, op.code(), refusal.code() as u32);
+        let published = queue.refuse(&cx, &way, op.code(), refusal.code() as u32);
         // It waits for nobody, so nobody need be waited for; and the others must not wait for this rank.
         if let Some(gate) = &self.gate {
             gate.leave(self.rank);
         }
-        match published {
-            Ok(()) => true,
-            Err(stopped) => {
-                tracing::warn!(error = %stopped.error, "cannot tell the peers of a refused call");
-                // They hear of it by message instead, when this rank fails.
-                true
-            }
+        if let Err(stopped) = published {
+            tracing::warn!(error = %stopped.error, "peers are told of a refused call by message: no header can be sent");
+            self.mute.store(true, Ordering::Relaxed);
         }
+        true
     }
 
     /// The routes of the plan, the one for this launch among them.

@@ -19,7 +19,7 @@ mod share;
 mod ticker;
 
 use std::fmt;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, Weak};
 use std::time::Duration;
 
@@ -70,6 +70,8 @@ pub(super) struct CudaBackend {
     calls: AtomicU64,
     /// Ranks that have closed, by bit.
     left: AtomicU64,
+    /// No header can be posted any more.
+    mute: AtomicBool,
     /// Captures whose graphs own buffers, by the driver's number.
     captures: Mutex<Vec<Weak<CaptureEnd>>>,
     attached: OnceLock<Attached>,
@@ -207,7 +209,7 @@ impl Backend for CudaBackend {
     }
 
     fn refusals_are_seen(&self) -> bool {
-        true
+        !self.mute.load(Ordering::Relaxed)
     }
 
     fn copy_out(
@@ -285,6 +287,7 @@ impl Backend for CudaBackend {
         queue.link().zero()?;
         self.page.set_timeout(self.timeout());
         self.calls.store(0, Ordering::Release);
+        self.mute.store(false, Ordering::Relaxed);
         if let Some(gate) = &self.gate {
             gate.come_back(self.rank);
         }

@@ -1,6 +1,6 @@
 //! From connected ranks to armed ones. Every stage ends in a meeting: all ranks go on, or all raise.
 
-use std::sync::atomic::AtomicU64;
+use std::sync::atomic::{AtomicBool, AtomicU64};
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
 
@@ -53,6 +53,7 @@ pub(in crate::all2all) fn connect(setup: &Setup<'_>, ordinal: u32) -> Result<Arc
         timeout: AtomicU64::new(timeout),
         calls: AtomicU64::new(0),
         left: AtomicU64::new(0),
+        mute: AtomicBool::new(false),
         captures: Mutex::default(),
         attached: OnceLock::new(),
         ticker: OnceLock::new(),
