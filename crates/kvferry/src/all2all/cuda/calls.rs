@@ -40,7 +40,7 @@ impl CudaBackend {
     pub(super) fn call(&self, launch: &Launch<'_>) -> std::result::Result<(), Trouble> {
         let stream = stream_of(launch.stream);
         let mut queue = lock(&self.queue);
-        let queue = queue.as_mut().ok_or_else(|| Trouble::Refused(Error::ExchangeClosed))?;
+        let queue = queue.as_mut().ok_or(Trouble::Refused(Error::ExchangeClosed))?;
         let cx = self.gpu.enter().map_err(refused)?;
         let way = queue.look(&cx, stream).map_err(refused)?;
         let capture = way.capture();
