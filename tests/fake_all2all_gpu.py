@@ -86,7 +86,7 @@ class Event:
     def __init__(self, *, enable_timing: bool) -> None:
         self._at = 0.0
 
-    def record(self) -> None:
+    def record(self, stream: Stream | None = None) -> None:
         self._at = time.perf_counter()
 
     def query(self) -> bool:
@@ -116,9 +116,9 @@ def capture(graph: Graph, *, stream: Stream, capture_error_mode: str) -> Any:
     yield
 
 
-def install(folder: Path) -> None:
-    """Puts the stand-ins in place."""
-    cuda: Any = types.SimpleNamespace(
+def cuda() -> Any:
+    """In place of torch.cuda."""
+    found: Any = types.SimpleNamespace(
         set_device=lambda _: None,
         get_device_properties=lambda _: types.SimpleNamespace(multi_processor_count=5),
         Stream=Stream,
@@ -129,9 +129,17 @@ def install(folder: Path) -> None:
         current_stream=Stream,
         synchronize=lambda *_: None,
         empty_cache=lambda: None,
+        device_count=lambda: int(os.environ.get("FAKE_GPUS", "8")),
+        can_device_access_peer=lambda first, second: first != second,
+        _sleep=lambda cycles: time.sleep(cycles / 2e9),
         nccl=types.SimpleNamespace(version=lambda: (0, 0, 0)),
     )
-    torch.cuda = cuda
+    return found
+
+
+def install(folder: Path) -> None:
+    """Puts the stand-ins in place."""
+    torch.cuda = cuda()
     device.NAME = vars(recovery)["NAME"] = "cpu"
     extra.SIDE = 64
     group = torch.distributed.init_process_group

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import importlib.util
 import io
@@ -26,6 +27,7 @@ np = pytest.importorskip("numpy")
 
 from kvferry.bench.all2all import (  # noqa: E402 - they need NumPy
     bars,
+    ceiling,
     cells,
     clock,
     data,
@@ -130,6 +132,11 @@ def test_the_plan_has_what_the_issue_names() -> None:
     assert min(sizes) == 1 << 10 and max(sizes) == 1 << 20
     sizes = [task.cell.rank_bytes for task in found.values() if task.group == "bandwidth"]
     assert min(sizes) == 1 << 20 and max(sizes) == 1 << 30
+    # What no bar compares with is measured only when all is.
+    assert any("memcpy ipc" in task.ways for task in full)
+    assert not any("memcpy ipc" in task.ways for task in found.values())
+    for tokens in (4096, 16_384):
+        assert {"push 16", "push 32"} <= set(found[f"core 1,{tokens},32,128 bf16"].ways)
     assert {way for task in full for way in task.ways if way.startswith("push")} == set(plan.push(*plan.SMS))
     # Shapes that are compared have the bytes of what they are compared with.
     twin = cells.one(2, 1, plan.TWIN, 32, 128).wire
@@ -292,6 +299,24 @@ def test_bars_without_a_number_say_why() -> None:
     assert all("for 2 ranks" in bar.detail for bar in bars.of(nothing, four))
 
 
+def test_few_ctas_of_their_own_choice_count() -> None:
+    found = everything(owned=10.0)
+    rows = found.measured["core 1,4096,32,128 bf16"].rows
+    for ctas, ways in ((None, ()), (128, ()), (64, ("owned",))):
+        for record in rows["owned"].ranks:
+            record.values = {} if ctas is None else {"ctas": ctas}
+        few = next(bar for bar in bars.of(found, GPU) if "at most 64" in bar.case)
+        assert ("owned" in few.detail) == bool(ways)
+    for record in rows["memcpy both"].ranks:
+        record.note = "copies through IPC"
+    few = next(bar for bar in bars.of(found, GPU) if "at most 64" in bar.case)
+    assert few.detail.endswith("; memcpy both: copies through IPC")
+    for record in rows["memcpy both"].ranks:
+        record.wrong = "2 wrong words"
+    few = next(bar for bar in bars.of(found, GPU) if "at most 64" in bar.case)
+    assert few.state == "not measured" and "wrong bytes of memcpy both" in few.why_not
+
+
 def test_recovery_s_faults() -> None:
     found = everything()
     assert recovery.faults(found.recovery) == [] and recovery.faults({}) == []
@@ -352,6 +377,63 @@ def test_lines_of_other_tasks() -> None:
 def test_effort() -> None:
     effort = clock.Effort(0.02, 10, 40)
     assert (effort.count(1e-6), effort.count(1e-3), effort.count(1.0)) == (40, 20, 10)
+
+
+class Line:
+    """A device whose queue takes so many calls; each takes the host some time."""
+
+    ordinal: int | None = 0
+
+    def __init__(self, room: int = 1 << 30, host_s: float = 0.0) -> None:
+        self.room, self.host_s = room, host_s
+        self.bursts: list[int] = []
+        self._until, self._queued = 0.0, 0
+
+    def call(self) -> None:
+        self._queued += 1
+        time.sleep(self.host_s)
+        if self._queued > self.room and (left := self._until - time.perf_counter()) > 0:
+            time.sleep(left)
+
+    def on(self, stream: Any = None, /) -> Any:
+        return contextlib.nullcontext()
+
+    def settle(self) -> None:
+        self.bursts.append(self._queued)
+        self._queued = 0
+
+    def marks(self, count: int, /) -> list[Any]:
+        return [None] * count
+
+    def mark(self, mark: Any, /) -> None:
+        pass
+
+    def between(self, first: Any, last: Any, /) -> float:
+        return 10e-6
+
+    def passed(self, mark: Any, /) -> bool:
+        return time.perf_counter() >= self._until
+
+    def hold(self, seconds: float, /) -> None:
+        self._until = time.perf_counter() + seconds
+
+    def meet(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("line", "noted"),
+    [(Line(), False), (Line(room=9), False), (Line(host_s=0.5e-3), False), (Line(host_s=5e-3), True)],
+    ids=["quick", "few in flight", "slow", "too slow"],
+)
+def test_what_is_timed_was_submitted_in_time(line: Line, noted: bool) -> None:
+    effort = clock.Effort(0.02, 10, 40)
+    times = clock.Clock(line, ceiling.Solo(), effort).eager(line.call)
+    assert len(times.device) == len(times.submit) == 40
+    assert times.note == (clock.NOTE if noted else "")
+    # The first is the warm-up; the next may have been done over.
+    assert max(line.bursts) <= clock.MOST_DEPTH
+    assert line.room > 100 or max(line.bursts[-3:]) <= line.room
 
 
 def threads(folder: Path, world: int, work: Any) -> list[Any]:
@@ -588,6 +670,47 @@ def test_the_gpu_s_worker_without_one(device: str, command: Any, monkeypatch: py
     there = {way for way, row in core.rows.items() if row.device_s is not None}
     others = {"reference", "reference 16", "memcpy both"} if device == "gpu" else set()
     assert there == {"owned", "out", "graph", "graph out", "nccl", "nccl graph", "nccl bare"} | others
+
+
+@needs_torch
+def test_copies_through_ipc_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(TESTS))
+    for seen, note in (("1", "copies through IPC: rank 0 sees 1 of 2 GPUs"), ("2", "")):
+        monkeypatch.setenv("FAKE_GPUS", seen)
+        options = plan.Options(device="gpu", world=2, selection="quick", only=("core",))
+        found = run.run(options, Told(), FAKE_GPU).measured["core 1,128,32,128 bf16"]
+        row = found.rows["memcpy both"]
+        assert row.device_s and ("IPC" in row.note) == bool(note) and note in row.note
+
+
+@needs_torch
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("both", [True, False])
+def test_the_ceiling_s_copies(world: int, both: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch, stand_in = importlib.import_module("torch"), importlib.import_module("fake_all2all_gpu")
+    monkeypatch.setattr(torch, "cuda", stand_in.cuda())
+    monkeypatch.setattr(importlib.import_module("kvferry.bench.all2all.device"), "NAME", "cpu")
+    cell = cells.one(world, 1, 5, 6, 16)
+    copies = ceiling.Copies(torch, cell, range(world) if both else (0,))
+    assert "wrong words" in copies.check()
+    copies.call()
+    assert copies.check() == ""
+    sent = sum(part.target.nbytes for part in copies._parts)
+    assert sent == sum(
+        cell.sent(source, peer) for source in copies.lanes.ordinals for peer in range(world) if peer != source
+    )
+    copies._parts[-1].target[-1] ^= 1
+    last = copies._parts[-1]
+    assert copies.check() == f"1 wrong words from GPU {last.source} to GPU {last.peer}"
+    copies.poison()
+    assert f"{len(last.target)} wrong words" in copies.check()
+    first, then = copies.lanes.marks(2)
+    copies.lanes.mark(first)
+    copies.lanes.hold(1e-3)
+    copies.lanes.meet()
+    copies.lanes.mark(then)
+    assert len(first) == len(copies.lanes.ordinals) and copies.lanes.passed(then)
+    assert copies.lanes.between(first, then) >= 1e-3
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ BIG = 33_000_000
 OWN = ("owned", "out")
 GRAPHS = ("graph", "graph out")
 ENGINES = (*OWN, *(f"push {count}" for count in plan.SMS), "copy")
-_FEW = ("push 64", "push 32", "push 16")
+_FEW, _FEW_CTAS = ("push 64", "push 32", "push 16"), 64
 
 
 def of(results: Results, options: Options) -> list[Bar]:
@@ -85,9 +85,14 @@ def ratio(
     if fault := wrong(found, mine[0]):
         bar.why_not = f"wrong bytes: {fault}"
         return bar
+    if fault := wrong(found, other[0]):
+        bar.why_not = f"wrong bytes of {other[0]}: {fault}"
+        return bar
     bar.value = other[1] / mine[1] if at_least else mine[1] / other[1]
     all_ours = ", ".join(f"{way} {us(s)}" for way in ours if (s := found.seconds(way)) is not None)
     bar.detail = f"{all_ours}; {other[0]} {us(other[1])}" + (f"; goal {goal}" if goal else "")
+    notes = {way: found.rows[way].note for way in (mine[0], other[0])}
+    bar.detail += "".join(f"; {way}: {note}" for way, note in notes.items() if note)
     return bar
 
 
@@ -122,10 +127,10 @@ def _large(results: Results, options: Options) -> Iterator[Bar]:
     what = "of the both-ways peer memcpy of the same bytes"
     ceiling = ("memcpy both",)
     middle, large, huge = (_core(results, options, tokens) for tokens in (4096, 16_384, 65_536))
-    few = ratio(
-        f"34 MB per rank, at most 64 CTAs, {what}", 0.80, middle, _FEW, ceiling, at_least=True, goal="0.85"
+    few = (*_FEW, *(way for way in OWN if _few(middle, way)))
+    yield ratio(
+        f"34 MB per rank, at most 64 CTAs, {what}", 0.80, middle, few, ceiling, at_least=True, goal="0.85"
     )
-    yield few
     yield ratio(f"34 MB per rank, 16 CTAs, {what}", 0.68, middle, ("push 16",), ceiling, at_least=True)
     yield ratio(
         f"134 MB per rank, owned or out=, best, {what}",
@@ -140,6 +145,12 @@ def _large(results: Results, options: Options) -> Iterator[Bar]:
     yield ratio(
         f"537 MB per rank, copy engine into out=, {what}", 0.95, huge, ("copy",), ceiling, at_least=True
     )
+
+
+def _few(found: Measured | None, way: str) -> bool:
+    """Whether the communicator says that it takes few CTAs of itself."""
+    ctas = found.rows[way].value("ctas") if found and way in found.rows else None
+    return ctas is not None and ctas <= _FEW_CTAS
 
 
 def _shapes(results: Results, options: Options) -> Iterator[Bar]:

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from kvferry.bench.all2all.plan import GRAPH_CALLS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kvferry.bench.all2all.device import Device
-    from kvferry.bench.all2all.meeting import Meeting
+    from kvferry.bench.all2all.device import Watched
 
 MOST_HOLD_S = 40e-3
+MOST_DEPTH = 24
+"""Calls of a burst. Beyond some number in flight a submission waits for the device, however long it is held:
+from the 29th on with kvferry's owned results and its copy engine on two H200s."""
+NOTE = "host time in it: the delay was too short"
 _WARM = 3
 _DROPPED = 2
 """First iterations of a burst, which start a little apart."""
+_LEAST_DEPTH = _DROPPED + 2
+_TRIES = 5
+"""Bursts that may be done over because their submission was late."""
 
 
 @dataclass
@@ -46,11 +53,18 @@ class Effort:
 EFFORTS = {"quick": Effort(0.0, 3, 3), "default": Effort(0.02, 10, 40), "full": Effort(0.06, 15, 100)}
 
 
+class Gathering(Protocol):
+    """What a clock needs of a meeting."""
+
+    def gather(self, label: str, value: Any = True, /) -> list[Any]:
+        """Every rank's value."""
+
+
 class Clock:
     """Times calls that all ranks make alike."""
 
-    def __init__(self, device: Device, meeting: Meeting, effort: Effort) -> None:
-        self._device, self._meeting, self._effort = device, meeting, effort
+    def __init__(self, device: Watched, meeting: Gathering, effort: Effort) -> None:
+        self._device, self._meeting, self.effort = device, meeting, effort
 
     def eager(self, call: Callable[[], Any]) -> Times:
         """Calls one after the other, events between them, behind a kernel that waits until all are submitted.
@@ -69,20 +83,34 @@ class Clock:
             device.mark(last)
         device.settle()
         found = self._meeting.gather("warm", [device.between(first, last), submit])
-        count = self._effort.count(max(each for each, _ in found)) + _DROPPED
-        hold = count * (max(each for _, each in found) + 10e-6) * 1.5 + 0.5e-3
-        for attempt in range(3):
+        count = self.effort.count(max(each for each, _ in found))
+        depth = min(count + _DROPPED, MOST_DEPTH)
+        hold = depth * (max(each for _, each in found) + 10e-6) * 1.5 + 0.5e-3
+        times, tries = Times(), 0
+        while len(times.device) < count:
             hold = min(hold, MOST_HOLD_S)
-            times, covered = self._burst(call, count, hold)
-            if all(self._meeting.gather("covered", covered)):
-                break
-            hold *= 2.5
-            times.note = "host time in it: the delay was too short" if attempt == 2 else ""
+            part, late = self._burst(call, depth, hold)
+            seen = [each for each in self._meeting.gather("late", late) if each is not None]
+            if seen and tries < _TRIES:
+                tries += 1
+                stuck = min((at for at, _ in seen if at), default=0)
+                if stuck and depth > _LEAST_DEPTH:
+                    depth = max(stuck * 3 // 4, _LEAST_DEPTH)
+                else:
+                    hold = max(spent for _, spent in seen) * 1.5 + 0.5e-3
+                continue
+            times.note = times.note or (NOTE if seen else "")
+            times.device += part.device
+            times.submit += part.submit
+            depth = min(depth, count - len(times.device) + _DROPPED)
         return times
 
-    def _burst(self, call: Callable[[], Any], count: int, hold: float) -> tuple[Times, bool]:
+    def _burst(
+        self, call: Callable[[], Any], depth: int, hold: float
+    ) -> tuple[Times, tuple[int, float] | None]:
+        """Its times; if not all was submitted in time, also the call that stood still and the host's time."""
         device = self._device
-        marks, submit = device.marks(count + 2), []
+        marks, submit, steps = device.marks(depth + 2), [], []
         self._meeting.gather("burst")
         with device.on():
             start = time.perf_counter()
@@ -97,10 +125,13 @@ class Clock:
                 device.mark(mark)
                 # Its buffer is free again before the next call, which is how a model drops it.
                 del result
-            covered = time.perf_counter() - start < hold or device.ordinal is None
+                steps.append(time.perf_counter() - before)
+            late = device.ordinal is not None and device.passed(marks[1])
+            spent = time.perf_counter() - start
         device.settle()
         each = [device.between(first, last) for first, last in pairwise(marks[1:])]
-        return Times(each[_DROPPED:], submit[_DROPPED:]), covered
+        times = Times(each[_DROPPED:], submit[_DROPPED:])
+        return times, ((_stuck(steps, hold), spent) if late else None)
 
     def replayed(self, replay: Callable[[], None]) -> Times:
         """A graph of GRAPH_CALLS exchanges: a replay's time over their number."""
@@ -114,7 +145,7 @@ class Clock:
         device.settle()
         one = max(self._meeting.gather("warm", device.between(first, last)))
         # A graph's submission is one call: little to hide.
-        count = max(self._effort.count(one), 3)
+        count = max(self.effort.count(one), 3)
         times = Times()
         for _ in range(min(count, 12)):
             self._meeting.gather("replay")
@@ -129,3 +160,9 @@ class Clock:
             device.settle()
             times.device.append(device.between(first, last) / GRAPH_CALLS)
         return times
+
+
+def _stuck(steps: list[float], hold: float) -> int:
+    """How many calls had been submitted when one stood still; 0 if none did: all are slow."""
+    usual = max(8 * statistics.median(steps), hold / 8)
+    return next((at for at, step in enumerate(steps) if step > usual), 0)

@@ -198,7 +198,7 @@ class BareNccl(Nccl):
 
 
 class Memcpy:
-    """As many bytes into the peers' memory by the copy engine: the ceiling. One way: from rank 0 only."""
+    """As many bytes into mappings of the peers' memory by the copy engine. One way: from rank 0 only."""
 
     checked = False
 

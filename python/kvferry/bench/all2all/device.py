@@ -25,21 +25,14 @@ SAFE = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHM
 """Multicast can put a shared host's GPUs out of service."""
 
 
-class Device(Protocol):
-    """What the measurements need of it."""
+class Watched(Protocol):
+    """What a clock needs of it."""
 
-    torch: Any
-    name: str
-    """torch's, such as cuda:0."""
     ordinal: int | None
     """What kvferry calls it; None for host memory."""
-    sms: int
 
     def on(self, stream: Any = None, /) -> contextlib.AbstractContextManager[Any]:
         """Work goes to a stream: the bench's own if none is given."""
-
-    def side(self) -> Any:
-        """Another stream."""
 
     def settle(self) -> None:
         """Waits for everything."""
@@ -61,6 +54,18 @@ class Device(Protocol):
 
     def meet(self) -> None:
         """All ranks' current streams come here before any goes on."""
+
+
+class Device(Watched, Protocol):
+    """What the measurements need of it."""
+
+    torch: Any
+    name: str
+    """torch's, such as cuda:0."""
+    sms: int
+
+    def side(self) -> Any:
+        """Another stream."""
 
     def graph(self, call: Callable[[], Any], count: int, /) -> tuple[Callable[[], None], Any]:
         """So many calls as one graph: how to replay it, and the last call's result."""

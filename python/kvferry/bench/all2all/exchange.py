@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kvferry.bench.all2all import cells
+from kvferry.bench.all2all import ceiling, cells
 from kvferry.bench.all2all.contenders import (
     BareNccl,
     Contender,
@@ -36,7 +36,7 @@ def make(seat: Seat, device: Device, ground: Ground, way: str) -> Contender:
     if first == "nccl":
         return BareNccl(device, ground) if rest.startswith("bare") else Nccl(device, ground)
     if first == "memcpy":
-        return Memcpy(device, ground, both=rest == "both")
+        return Memcpy(device, ground, both=rest in ("both", "ipc"))
     if first == "reference":
         return Reference(device, ground, int(rest or device.sms))
     if way == "in turn":
@@ -79,6 +79,11 @@ class Exchanges:
     def _way(self, task: Task, ground: Ground, way: str) -> Record:
         seat, device = self._seat, self._device
         record = Record(task.name, way)
+        through_ipc = ""
+        if way in ceiling.WAYS:
+            through_ipc, fault = seat.together(lambda: ceiling.unseen(seat.meeting, device))
+            if fault or not through_ipc:
+                return self._ceiling(task, record, fault)
         contender, fault = seat.together(lambda: make(seat, device, ground, way))
         if not fault:
             wrong, fault = seat.together(lambda: self.check(ground, contender))
@@ -91,12 +96,34 @@ class Exchanges:
                 (found, wrong) = times
                 record.device, record.submit, record.note = found.device, found.submit, found.note
                 record.wrong = record.wrong or wrong
+                if through_ipc:
+                    record.note = "; ".join(filter(None, (f"copies through IPC: {through_ipc}", record.note)))
             after = seat.stats().get("copied_out")
             if ours(way) and before is not None and after is not None:
                 record.values["copied_out"] = after - before
+            if ours(way) and not fault and (ctas := seat.stats().get("ctas")):
+                record.values["ctas"] = ctas
         if fault:
             record.why, record.device, record.submit = fault, [], []
             self.recover(record)
+        return record
+
+    def _ceiling(self, task: Task, record: Record, fault: str) -> Record:
+        """Rank 0 copies; all others wait for its end."""
+        if not fault:
+            found, fault = self._seat.together(
+                lambda: ceiling.measure(
+                    self._seat.meeting,
+                    self._device,
+                    task.cell,
+                    self._clock.effort,
+                    both=record.way == "memcpy both",
+                )
+            )
+            if found is not None and not fault:
+                times, record.wrong = found
+                record.device, record.submit, record.note = times.device, times.submit, times.note
+        record.why = fault
         return record
 
     def recover(self, record: Record) -> None:

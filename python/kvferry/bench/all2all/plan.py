@@ -124,7 +124,8 @@ def _gpu(options: Options) -> list[Task]:
     together = exchange("fused", qkv, "owned", *singles, "in turn", "graph", *_NCCL)
     if options.selection == "quick":
         return [setup, first, together, cost]
-    every = ("owned", "out", *push(16, 32, 64, 128), "copy", "graph", *_NCCL, "nccl bare", *_LIMITS)
+    limits = (*_LIMITS, *(("memcpy ipc",) if full else ()))
+    every = ("owned", "out", *push(16, 32, 64, 128), "copy", "graph", *_NCCL, "nccl bare", *limits)
     core = [exchange("core", one(world, 1, n, 32, 128), *every, *_REFERENCES) for n in (4096, 16_384, 65_536)]
     usual = ("owned", "out", "graph", *_NCCL)
     other = [
@@ -192,6 +193,7 @@ def _latency(world: int) -> list[Task]:
 def _bandwidth(world: int, *, full: bool) -> list[Task]:
     """1 MiB to 1 GiB per rank."""
     ways = ("owned", "out", *(("copy", "push 16") if full else ()), "nccl", "reference", *_LIMITS)
+    ways += ("memcpy ipc",) if full else ()
     sizes = (128, 512, 2048, 8192, 32_768, 131_072)
     return [exchange("bandwidth", one(world, 1, tokens, 32, 128), *ways) for tokens in sizes]
 

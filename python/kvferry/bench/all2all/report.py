@@ -34,8 +34,9 @@ us of one exchange: events around each call, submission hidden behind a delay; t
 iteration, then the median. owned: kvferry, results owned; out=: into a tensor that peers know; push: the best
 of the CTA counts; copy: the copy engine; graph: 20 exchanges in a CUDA graph, over 20; ref: the reference's
 method with copied-out result (our implementation); nccl: permute + all_to_all + permute; n bare: the
-all_to_all alone; memcpy: as many bytes to the peers, all ranks at once. GB/s: bytes that cross the busiest
-rank's border, by the best of owned and out=. of mcp: its part of memcpy. Every way was checked bit by bit.
+all_to_all alone; memcpy: as many bytes to the peers, all GPUs at once, driven by one process. GB/s: bytes
+that cross the busiest rank's border, by the best of owned and out=. of mcp: its part of memcpy. Every way was
+checked bit by bit.
 """.splitlines()
 
 
@@ -218,7 +219,7 @@ def as_csv(results: Results) -> str:
     writer.writeheader()
     for backend, tasks in (("device", results.measured), ("cpu", results.cpu)):
         for found in tasks.values():
-            cell, ceiling = found.task.cell, found.seconds("memcpy both", "memcpy")
+            cell, ceiling = found.task.cell, found.seconds("memcpy both") or found.seconds("memcpy")
             for way, row in found.rows.items():
                 device = row.device
                 low, middle, high = (value * 1e6 for value in spread(device)) if device else ("", "", "")
