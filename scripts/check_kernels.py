@@ -33,7 +33,7 @@ REGISTER_CAP = (
     | dict.fromkeys(EXCHANGE, 64)
 )
 # Long-lived values (epoch, flags, lane, some steps of the walk) give way to the words that are on their way.
-COLD_STACK = dict.fromkeys(EXCHANGE, 48)
+COLD_STACK = dict.fromkeys(EXCHANGE, 64)
 # A 16-byte access in any of its spellings, with or without cache hints.
 WIDE = r"\.global(?:\.[\w:]+)*\.(?:v2\.[usbf]64|v4\.[usbf]32|b128)\b"
 WIDE_ACCESS = (rf"\bld{WIDE}", rf"\bst{WIDE}")

@@ -11,10 +11,9 @@ const WORD: u64 = 16;
 /// Small calls are spread over about this many CTAs before CTAs grow.
 const FEW_LANES: u64 = 16;
 /// From how many bytes of a rank on, the most threads of a CTA and the lanes of all targets. Measured with two H200s in CUDA
-/// graphs: more lanes are slower wherever fewer fill the wire (8 MB: 24 us with 16 lanes, 34 with 64; 34 MB: 62 and 76;
-/// 134 MB: 202 and 218), and leave fewer multiprocessors to others.
-const SIZES: [(u64, u32, u64); 4] =
-    [(0, 512, 32), (4 << 20, 512, 16), (24 << 20, 1024, 16), (96 << 20, 1024, 32)];
+/// graphs: more lanes gain nothing (1 MB: 8.0 us with 32 and with 128; 34 MB: 57 with 16 and with 128) or lose (134 MB: 202
+/// with 32, 218 with 64), and leave fewer multiprocessors to others. 512 threads start sooner; 1,024 fill the wire with 16.
+const SIZES: [(u64, u32, u64); 3] = [(0, 512, 32), (24 << 20, 1024, 16), (96 << 20, 1024, 32)];
 
 /// What a launch may use.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

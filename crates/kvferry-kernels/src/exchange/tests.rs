@@ -333,8 +333,8 @@ fn grids_are_those_that_were_measured() {
     assert_eq!(two(2 << 10, &LIMITS), (128, 1, 1));
     assert_eq!(two(128 << 10, &LIMITS), (128, 8, 8));
     assert_eq!(two(MB, &LIMITS), (512, 16, 16));
-    assert_eq!(two(4 * MB, &LIMITS), (512, 8, 8));
-    assert_eq!(two(8 * MB, &LIMITS), (512, 8, 8));
+    assert_eq!(two(4 * MB, &LIMITS), (512, 16, 16));
+    assert_eq!(two(8 * MB, &LIMITS), (512, 16, 16));
     assert_eq!(two(34 * MB, &LIMITS), (1024, 8, 8));
     assert_eq!(two(134 * MB, &LIMITS), (1024, 16, 16));
     assert_eq!(two(134 * MB, &ExchangeLimits { num_sms: Some(16), ..LIMITS }), (1024, 8, 8));
