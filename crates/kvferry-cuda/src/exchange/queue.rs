@@ -308,7 +308,7 @@ impl ExchangeQueue {
 
     /// Orders the next thing on the stream after the last one.
     fn set_out(&mut self, cx: &ContextGuard<'_>, way: &ExchangeWay) -> Result<()> {
-        let (gpu, stream) = (self.link.gpu(), way.stream);
+        let (gpu, stream) = (Arc::clone(self.link.gpu()), way.stream);
         // The guard must be of the context that `look` looked in, and a graph must own what becomes a part of it.
         if gpu.capture_id(cx, stream)? != way.capture {
             let what = "a call that was begun before the capture";
