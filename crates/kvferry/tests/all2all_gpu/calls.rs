@@ -119,11 +119,11 @@ fn large_calls_open_with_a_kernel_of_their_own() {
     if gpus(2).is_none() {
         return;
     }
-    let whole = Whole::new(1, &[300, 213], 40, 256, Dtype::Float32);
-    assert!(whole.tokens.iter().all(|tokens| tokens * 40 * 1024 > 8 << 20));
+    let whole = Whole::new(1, &[1300, 1242], 40, 256, Dtype::Float32);
+    assert!(whole.tokens.iter().all(|tokens| tokens * 40 * 1024 > 48 << 20));
     on_gpus(
         2,
-        |builder| builder.capacity_bytes(16 << 20).buffers(1),
+        |builder| builder.capacity_bytes(64 << 20).buffers(1),
         |at| {
             let first = at.checked(&whole, SendRecvHeads);
             drop(first);

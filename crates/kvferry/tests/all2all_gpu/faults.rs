@@ -213,9 +213,9 @@ fn a_rank_that_closes_strands_nobody() {
 #[test]
 fn a_call_that_fails_half_way_breaks_both_ranks() {
     in_processes("faults::a_call_that_fails_half_way_breaks_both_ranks", 2, &[], |process| {
-        let at = crate::gpus::Rank::new(process.builder("one").capacity_bytes(16 << 20).connect().unwrap());
+        let at = crate::gpus::Rank::new(process.builder("one").capacity_bytes(64 << 20).connect().unwrap());
         // Large enough for two launches.
-        let large = Whole::new(1, &[300, 300], 40, 256, Dtype::Float32);
+        let large = Whole::new(1, &[1250, 1250], 40, 256, Dtype::Float32);
         at.checked(&whole(), SendRecvHeads);
         if process.rank == 1 {
             faults::inject("cuLaunchKernel", 2, 700);
