@@ -16,10 +16,11 @@ namespace kvferry::fake {
 
 CUresult Grid::run(const LaunchShape& shape, const Body& body) {
   Grid grid(shape, body);
-  // Stacks are kept from launch to launch. A thread that a fault has ended is started anew.
-  static thread_local auto* const pool = new std::vector<std::unique_ptr<Thread>>();
+  // Stacks are kept from launch to launch, and go with the thread of the stream: a process may have so many mappings
+  // and no more. A thread that a fault has ended is started anew.
+  static thread_local std::vector<std::unique_ptr<Thread>> pool;
   const std::size_t count = std::size_t(shape.blocks) * shape.threads;
-  while (pool->size() < count) pool->push_back(std::make_unique<Thread>());
+  while (pool.size() < count) pool.push_back(std::make_unique<Thread>());
   // Blocks start in any order, as on a device.
   std::vector<u32> order(shape.blocks);
   std::iota(order.begin(), order.end(), 0u);
@@ -31,7 +32,7 @@ CUresult Grid::run(const LaunchShape& shape, const Body& body) {
     block.shared.resize((shape.shared_bytes + 15) / 16);
     if (!block.shared.empty()) std::memset(block.shared.data(), kPoison, block.shared.size() * sizeof(U128));
     for (u32 t = 0; t < shape.threads; ++t) {
-      Thread* const thread = (*pool)[grid.threads_.size()].get();
+      Thread* const thread = pool[grid.threads_.size()].get();
       thread->grid = &grid;
       thread->block = &block;
       thread->thread = t;
