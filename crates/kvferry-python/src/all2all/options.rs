@@ -159,7 +159,7 @@ pub(crate) fn output(value: &Bound<'_, PyAny>) -> PyResult<Output> {
             return wrong("parts of different outputs, or in another order".to_owned());
         }
     }
-    if output.results().or_else(|error| Err(crate::errors::to_py(value.py(), error)))?.len() != count {
+    if output.results().map_err(|error| crate::errors::to_py(value.py(), error))?.len() != count {
         return wrong("a part of it".to_owned());
     }
     Ok(output)
@@ -182,11 +182,11 @@ pub(crate) fn shape(value: &Bound<'_, PyAny>, layout: HeadLayout) -> PyResult<([
     })
 }
 
+/// A shape, and whether it had no dim of its own.
+type Shape = ([u64; 4], bool);
+
 /// One shape, or a list of them; and whether it was one.
-pub(crate) fn shapes(
-    value: &Bound<'_, PyAny>,
-    layout: HeadLayout,
-) -> PyResult<(Vec<([u64; 4], bool)>, bool)> {
+pub(crate) fn shapes(value: &Bound<'_, PyAny>, layout: HeadLayout) -> PyResult<(Vec<Shape>, bool)> {
     let several = (value.is_instance_of::<PyTuple>() || value.is_instance_of::<PyList>())
         && value.len()? > 0
         && is_list(&value.get_item(0)?);
