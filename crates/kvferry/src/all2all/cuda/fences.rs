@@ -5,6 +5,7 @@
 //! event is only recorded if that next call is on another one. A stream that is being captured takes no such event: the
 //! buffer then waits for its turn until the capture is over.
 
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread::{self, ThreadId};
 use std::time::{Duration, Instant};
@@ -48,6 +49,7 @@ struct State {
 pub(super) struct Fences {
     gpu: Arc<Gpu>,
     slots: Mutex<Slots>,
+    shut: AtomicBool,
 }
 
 /// A stream is named differently in each thread, or it is the same.
@@ -71,7 +73,7 @@ impl Slots {
 
 impl Fences {
     pub(super) fn new(gpu: &Arc<Gpu>) -> Fences {
-        Fences { gpu: Arc::clone(gpu), slots: Mutex::default() }
+        Fences { gpu: Arc::clone(gpu), slots: Mutex::default(), shut: AtomicBool::new(false) }
     }
 
     /// Makes `stream` wait until the buffer may be written. In a capture, what lies outside of it is waited for here, at
@@ -113,8 +115,16 @@ impl Fences {
         }
     }
 
+    /// No call will come any more. Streams may be gone from now on, and are not asked.
+    pub(super) fn shut(&self) {
+        self.shut.store(true, Ordering::Release);
+    }
+
     /// Nobody on the host holds the buffer any more. Never waits for the device.
     pub(super) fn close(&self, slot: Slot, streams: &[StreamHandle]) {
+        if self.shut.load(Ordering::Acquire) {
+            return;
+        }
         let mut slots = lock(&self.slots);
         let state = slots.of(slot);
         let Some((home, capture, thread)) = state.home else { return };

@@ -295,6 +295,7 @@ impl Backend for CudaBackend {
     }
 
     fn close(&self, all_gone: bool) {
+        self.fences.shut();
         let queue = lock(&self.queue).take();
         if let Some(gate) = &self.gate {
             gate.leave(self.rank);
