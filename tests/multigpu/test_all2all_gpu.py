@@ -294,6 +294,8 @@ class TestStreams:
                         del found
                 for each in streams:
                     each.synchronize()
+                # Letting go of a result asks its stream, which has to be there.
+                kept.clear()
 
         on_gpus(2, body)
 
