@@ -487,7 +487,7 @@ def test_nothing_works_after_close_but_closing() -> None:
         tries: list[Callable[[], Any]] = [
             lambda: send(comm, rank),
             lambda: comm.send_recv_heads("nonsense"),
-            lambda: comm.allgather(kept, axis="nonsense"),
+            lambda: comm.allgather("nonsense"),
             lambda: comm.empty_output((1, 2, 3, 4), "float16"),
             comm.check,
             comm.abort,

@@ -57,8 +57,22 @@ fn length(value: &Bound<'_, PyAny>, name: &str) -> PyResult<usize> {
     }
 }
 
+/// The integers of a list or tuple of nothing else; `None` leaves it to the thorough way.
+fn plainly(value: &Bound<'_, PyAny>) -> Option<Vec<u64>> {
+    let number =
+        |item: Bound<'_, PyAny>| item.is_exact_instance_of::<PyInt>().then(|| item.extract().ok())?;
+    if let Ok(list) = value.cast_exact::<PyList>() {
+        return if list.len() <= LONGEST { list.iter().map(number).collect() } else { None };
+    }
+    let tuple = value.cast_exact::<PyTuple>().ok().filter(|tuple| tuple.len() <= LONGEST)?;
+    tuple.iter().map(number).collect()
+}
+
 /// Numbers from 0 to 2^64 - 1, of a list of bounded length.
 fn numbers(value: &Bound<'_, PyAny>, name: &str) -> PyResult<Vec<u64>> {
+    if let Some(found) = plainly(value) {
+        return Ok(found);
+    }
     if value.cast::<PySequence>().is_ok() {
         length(value, name)?;
     }
@@ -71,6 +85,11 @@ fn is_list(value: &Bound<'_, PyAny>) -> bool {
 
 /// `rank_tokens`: a list of counts, or one such list per tensor.
 pub(crate) fn rank_tokens(value: &Bound<'_, PyAny>) -> PyResult<Vec<Vec<u64>>> {
+    if let Some(found) = plainly(value)
+        && !found.is_empty()
+    {
+        return Ok(vec![found]);
+    }
     let nested = (value.is_instance_of::<PyList>() || value.is_instance_of::<PyTuple>())
         && value.len()? > 0
         && !value.get_item(0)?.is_instance_of::<PyInt>()
