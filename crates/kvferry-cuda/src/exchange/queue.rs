@@ -249,7 +249,7 @@ impl ExchangeQueue {
             let (src, dst) = (pool + out.from, out.to.region.addr() + out.to.offset);
             for one in list {
                 // SAFETY: `check_out` found both sides inside their memory, which the trip (or the graph) holds until the
-                // stream is done; the stream is one of the current context (`set_out`).
+                // stream is done; the stream is one of the current context (`look`).
                 copied = copied.and_then(|()| unsafe { one.enqueue(src, dst, way.handle) });
             }
         }
@@ -478,58 +478,59 @@ impl ExchangeQueue {
                 enqueue(&link, template.part(ExchangeFlags::OPEN), way.handle)?;
                 enqueue(&link, template.part(ExchangeFlags::MOVE), way.handle).map_err(begun)
             }
-            ExchangeMode::CopyEngine(places) => {
-                let template = route.aim(&mut self.buffer, place, hash, true)?;
-                enqueue(&link, template.part(ExchangeFlags::OPEN), way.handle)?;
-                self.copies(cx, way, route, places).map_err(begun)
-            }
+            ExchangeMode::CopyEngine(places) => self.copies(cx, way, route, (place, hash), places),
         }
     }
 
-    /// What comes after the headers when the copy engine carries the peers' shares.
+    /// A call whose peers' shares the copy engine carries.
     fn copies(
-        &self,
+        &mut self,
         cx: &ContextGuard<'_>,
         way: &ExchangeWay,
         route: &mut ExchangeRoute,
+        (place, hash): (u64, u64),
         places: &[u64],
-    ) -> Result<()> {
-        let link = &self.link;
+    ) -> Outcome {
+        let (link, side) = (Arc::clone(&self.link), self.side.handle());
         let gpu = link.gpu();
-        let side = self.side.handle();
         let beside = gpu.own_stream(cx, side)?;
-        // The own share runs beside the copies, from the moment that the call has begun.
+        // The own share waits for nobody, and runs beside all the rest. The side stream comes back also after a failure,
+        // or a capture that it has joined could not end.
         let (fork, join) = (gpu.event(cx)?, gpu.event(cx)?);
+        let template = route.aim(&mut self.buffer, place, hash, true)?;
         fork.record(cx, way.stream)?;
         gpu.wait_event(cx, side, &fork)?;
-        if let Some(template) = route.aimed_copy() {
-            enqueue(link, template.part(ExchangeFlags::OWN), beside)?;
-        }
-        join.record(cx, side)?;
-        let bases = std::mem::take(&mut route.bases);
-        let copied = self.payload(way, route, &bases, places);
-        route.bases = bases;
-        // Joined also after a failure: a captured side stream must come back.
-        gpu.wait_event(cx, way.stream, &join)?;
-        copied?;
+        let own = enqueue(&link, template.part(ExchangeFlags::OWN), beside);
+        let posted = own.and_then(|()| enqueue(&link, template.part(ExchangeFlags::OPEN), way.handle));
+        let begun = posted.is_ok();
+        let moved = posted.and_then(|()| self.payload(way, route, places));
+        let joined = join.record(cx, side).and_then(|()| gpu.wait_event(cx, way.stream, &join));
+        let closed = moved.and(joined).and_then(|()| self.tell(way, route));
+        closed.map_err(|error| ExchangeStopped { error, begun })
+    }
+
+    /// What comes after own share and payload.
+    fn tell(&self, way: &ExchangeWay, route: &mut ExchangeRoute) -> Result<()> {
         let params = route.arrive();
         let (kernel, geometry) = (Kernel::ExchangeArrive, ExchangeArriveParams::GEOMETRY);
-        // SAFETY: the context is current and the stream one of it (`set_out`); the struct is that kernel's; it writes the
+        // SAFETY: the context is current and the stream one of it (`look`); the struct is that kernel's; it writes the
         // state only, which the link keeps.
-        unsafe { gpu.kernels().launch(kernel, geometry, (&raw const params).cast(), way.handle) }?;
+        unsafe {
+            self.link.gpu().kernels().launch(kernel, geometry, (&raw const params).cast(), way.handle)
+        }?;
         self.flags(way)?;
         match route.aimed_copy() {
-            Some(template) => enqueue(link, template.part(ExchangeFlags::CLOSE), way.handle),
+            Some(template) => enqueue(&self.link, template.part(ExchangeFlags::CLOSE), way.handle),
             None => Ok(()),
         }
     }
 
-    fn payload(&self, way: &ExchangeWay, route: &ExchangeRoute, bases: &[u64], places: &[u64]) -> Result<()> {
+    fn payload(&self, way: &ExchangeWay, route: &ExchangeRoute, places: &[u64]) -> Result<()> {
         let targets = self.link.table().iter().zip(places).zip(route.boxes());
         for ((peer, &place), list) in targets {
             for (input, one) in list {
                 let one: &CopyBox = one;
-                let src = bases.get(*input).copied().unwrap_or(0);
+                let src = route.bases.get(*input).copied().unwrap_or(0);
                 // SAFETY: `place_inputs` found the source inside its region, `check_places` the destination inside the
                 // peer's pool; both are kept by the trip or the graph. The stream is one of the current context.
                 unsafe { one.enqueue(src, peer.pool + place, way.handle) }?;
@@ -558,7 +559,7 @@ impl ExchangeQueue {
 
 /// Puts a part of a call on a stream of the current context.
 fn enqueue(link: &ExchangeLink, part: ExchangePart<'_>, stream: CUstream) -> Result<()> {
-    // SAFETY: callers got `stream` from `set_out` or `own_stream`, with the context current. The parameters were built for
+    // SAFETY: callers got `stream` from `look` or `own_stream`, with the context current. The parameters were built for
     // this kernel from the link's own addresses, with inputs that `place_inputs` found inside their regions, a landing
     // place that `aim` found inside the own pool, and pieces whose reach the kernel compares with the peers' pools before
     // it writes. Link and inputs are kept until the stream is done (`arrive`), or by the graph (`hold_for_graph`).

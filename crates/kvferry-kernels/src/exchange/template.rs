@@ -78,7 +78,7 @@ impl ExchangeTemplate {
 }
 
 const _: () = assert!(std::mem::offset_of!(ExchangeItemParams, src) == 0);
-const _: () = assert!(items_offset(false) % 8 == 0 && items_offset(true) % 8 == 0);
+const _: () = assert!(items_offset(false).is_multiple_of(8) && items_offset(true).is_multiple_of(8));
 
 #[cfg(test)]
 mod tests {

@@ -170,10 +170,13 @@ fn reset_together(shared: &Shared, calls: &mut Calls) -> Result<()> {
 pub(super) fn close(shared: &Shared) -> Result<()> {
     shared.fork.check()?;
     let _calls = lock(&shared.calls);
-    if !shared.monitor.close() {
+    if shared.monitor.is_closed() {
         return Ok(());
     }
+    // Still open: the death of a peer ends what waits for it. Then what the last calls found is found here, too.
     let quiet = shared.backend.quiesce();
+    let _ = shared.monitor.check();
+    shared.monitor.close();
     shared.mesh.tell(Notice::Bye);
     let failure = shared.monitor.broken_by();
     // The ranks of a broken communicator may never close: whoever broke it is not waited for.

@@ -57,7 +57,7 @@ fn ranks_that_disagree_move_nothing() {
             assert!(bytes(&result).iter().all(|&byte| byte == 0xFF));
             let failure = broken(at, SOON);
             let ExchangeFailure::Mismatch { rank: 1, when, .. } = &failure else { panic!("{failure}") };
-            assert_eq!((when.epoch % 7, when.op), (2 % 7, Some(SendRecvHeads)));
+            assert_eq!((when.epoch, when.op), (2, Some(SendRecvHeads)));
             broken_until_reset(at, &failure);
             at.comm.reset().unwrap();
         }
@@ -243,5 +243,39 @@ fn a_call_that_fails_half_way_breaks_both_ranks() {
         assert!(matches!(&failure, ExchangeFailure::Mismatch { rank: 1, .. }), "{failure}");
         at.stream.synchronize().unwrap();
         broken_until_reset(&at, &failure);
+    });
+}
+
+#[test]
+fn closing_raises_what_the_last_call_found() {
+    if gpus(2).is_none() {
+        return;
+    }
+    on_gpus(2, plain, |at| {
+        let mine = if at.rank == 1 { Whole { dim: 4, ..whole() } } else { whole() };
+        at.call(&mine, SendRecvHeads).unwrap();
+        let closed = at.comm.close();
+        assert!(matches!(&closed, Err(Error::Exchange(ExchangeFailure::Mismatch { .. }))), "{closed:?}");
+        at.comm.close().unwrap();
+    });
+}
+
+#[test]
+fn a_death_ends_a_close_that_waits_for_the_last_call() {
+    in_processes("faults::a_death_ends_a_close_that_waits_for_the_last_call", 2, &[], |process| {
+        let at = process.connect();
+        at.checked(&whole(), SendRecvHeads);
+        if process.rank == 1 {
+            std::thread::sleep(Duration::from_millis(300));
+            std::process::exit(9);
+        }
+        at.call(&whole(), SendRecvHeads).unwrap();
+        let start = Instant::now();
+        let closed = at.comm.close();
+        assert!(
+            matches!(&closed, Err(Error::Exchange(ExchangeFailure::PeerDied { peer: 1, .. }))),
+            "{closed:?}"
+        );
+        assert!(start.elapsed() < SOON);
     });
 }

@@ -39,7 +39,7 @@ impl CudaBackend {
     pub(super) fn call(&self, launch: &Launch<'_>) -> std::result::Result<(), Trouble> {
         let stream = stream_of(launch.stream);
         let mut queue = lock(&self.queue);
-        let queue = queue.as_mut().ok_or_else(|| Trouble::Refused(Error::ExchangeClosed))?;
+        let queue = queue.as_mut().ok_or(Trouble::Refused(Error::ExchangeClosed))?;
         let cx = self.gpu.enter().map_err(refused)?;
         let way = queue.look(&cx, stream).map_err(refused)?;
         let capture = way.capture();
@@ -76,8 +76,9 @@ impl CudaBackend {
                 self.fences.read(read, stream);
             }
         }
-        if capture.is_none() {
-            self.calls.fetch_add(1, Ordering::AcqRel);
+        match capture {
+            None => drop(self.calls.fetch_add(1, Ordering::AcqRel)),
+            Some(_) => self.captured.store(true, Ordering::Relaxed),
         }
         if let Some(ticker) = self.ticker.get() {
             ticker.call(self.timeout().saturating_add(MARGIN), capture.is_some());
