@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import socket
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -174,14 +175,11 @@ class _Plan:
         shape = list(self._given[index].shape)
         for axis, which in zip(self._axes, part, strict=True):
             shape[axis] = len(which)
-        count = 1
-        for extent in shape:
-            count *= extent
-        return count
+        return int(math.prod(shape))
 
     def nbytes(self, index: int, source: int, target: int) -> int:
         """Of all parts from a rank to another."""
-        size = self._given[index].element_size()
+        size = int(self._given[index].element_size())
         return size * sum(self._count(index, cut) for cut, _ in self._parts(index, source, target))
 
     def packed(self, given: list[Any], source: int, target: int) -> Any:

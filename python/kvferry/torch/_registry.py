@@ -10,9 +10,11 @@ import kvferry as kf
 from kvferry._core import communicator
 
 if TYPE_CHECKING:
+    from typing import TypeAlias
+
     from kvferry.torch._distributed import Distributed
 
-    Communicator = kf.All2All | Distributed
+    Communicator: TypeAlias = kf.All2All | Distributed
 else:
     Communicator = object
 

@@ -154,7 +154,7 @@ fn from_torch<'py>(
         }
     };
     let owner: Owner = Arc::new(PyOwner(object.clone().unbind()));
-    let at = Placed { addr, shape: &shape, strides: &strides, dtype, memory, read_only: false };
+    let at = Placed { addr, shape: &shape, strides: &strides, dtype, memory };
     let (array, flat) = bind(py, &at, owner, index, layout)?;
     Ok(Input { object, array, library: Library::Torch(found.dtype), flat })
 }
@@ -166,7 +166,6 @@ struct Placed<'a> {
     strides: &'a [i64],
     dtype: Dtype,
     memory: MemoryKind,
-    read_only: bool,
 }
 
 fn place(
@@ -181,8 +180,8 @@ fn place(
     // The driver knows no memory where nothing lies.
     let memory = if raw.shape.contains(&0) { home } else { memory_of(py, &name(index), raw)? };
     let owner: Owner = Arc::new(PyOwner(raw.keep.clone_ref(py)));
-    let Raw { addr, ref shape, ref strides, read_only, .. } = *raw;
-    bind(py, &Placed { addr, shape, strides, dtype, memory, read_only }, owner, index, layout)
+    let Raw { addr, ref shape, ref strides, .. } = *raw;
+    bind(py, &Placed { addr, shape, strides, dtype, memory }, owner, index, layout)
 }
 
 /// The type that an array's elements travel as: their own, a declared one of the same width, or (where the result gets

@@ -10,7 +10,7 @@ use pyo3::types::{PyInt, PyList, PyRange, PySequence, PyString, PyTuple};
 
 use super::array::ExchangeArray;
 use crate::context::span;
-use crate::errors::plain;
+use crate::errors::{OrRaise, plain};
 use crate::numbers::whole;
 use crate::words::words;
 
@@ -178,14 +178,17 @@ pub(crate) fn output(value: &Bound<'_, PyAny>) -> PyResult<Output> {
             return wrong("parts of different outputs, or in another order".to_owned());
         }
     }
-    if output.results().or_else(|error| Err(crate::errors::to_py(value.py(), error)))?.len() != count {
+    if output.results().or_raise(value.py())?.len() != count {
         return wrong("a part of it".to_owned());
     }
     Ok(output)
 }
 
+/// Batch, tokens, heads and dim; and whether dim is not shown.
+pub(crate) type Shape = ([u64; 4], bool);
+
 /// A shape of three or four axes in the order of `layout`, as batch, tokens, heads, dim; and whether it has three.
-pub(crate) fn shape(value: &Bound<'_, PyAny>, layout: HeadLayout) -> PyResult<([u64; 4], bool)> {
+pub(crate) fn shape(value: &Bound<'_, PyAny>, layout: HeadLayout) -> PyResult<Shape> {
     let extents = numbers(value, "shape")?;
     let (a, b, c, d, flat) = match extents[..] {
         [a, b, c, d] => (a, b, c, d, false),
@@ -202,10 +205,7 @@ pub(crate) fn shape(value: &Bound<'_, PyAny>, layout: HeadLayout) -> PyResult<([
 }
 
 /// One shape, or a list of them; and whether it was one.
-pub(crate) fn shapes(
-    value: &Bound<'_, PyAny>,
-    layout: HeadLayout,
-) -> PyResult<(Vec<([u64; 4], bool)>, bool)> {
+pub(crate) fn shapes(value: &Bound<'_, PyAny>, layout: HeadLayout) -> PyResult<(Vec<Shape>, bool)> {
     let several = (value.is_instance_of::<PyTuple>() || value.is_instance_of::<PyList>())
         && value.len()? > 0
         && is_list(&value.get_item(0)?);
