@@ -120,6 +120,15 @@ def together_outcomes(
     return ended
 
 
+def closing_broken(world: int, body: Callable[[kf.All2All, int], Any], **options: Any) -> list[Any]:
+    """Values of ranks that leave a broken communicator behind."""
+    ended = together_outcomes(world, body, **options)
+    for outcome in ended:
+        if outcome.error is not None:
+            raise outcome.error
+    return [outcome.value for outcome in ended]
+
+
 # Processes
 
 

@@ -67,6 +67,8 @@ def ranks(device: str, world: int, body: Callable[[kf.All2All, int], Any], **opt
 
 def tensor_of(array: Any, dtype: torch.dtype, where: str) -> torch.Tensor:
     """The bytes of an array as a tensor."""
+    if not array.size:
+        return torch.empty(array.shape, dtype=dtype, device=where)
     raw = torch.from_numpy(np.ascontiguousarray(array).view(np.uint8).reshape(*array.shape, -1).copy())
     return raw.view(dtype).reshape(array.shape).to(where)
 
@@ -198,7 +200,7 @@ class Case:
         for index in range(len(self.heads)):
             leaves = self.leaves(index)
             results = self.results(index, leaves)
-            sum((one * self.weight(one, rank)).sum() for rank, one in enumerate(results)).backward()  # type: ignore[union-attr]
+            sum((one * self.weight(one, rank)).sum() for rank, one in enumerate(results)).backward()
             found.append([torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves])
         return found
 
@@ -265,3 +267,57 @@ GRADIENTS = (
     Case("allgather_heads", (3, 4), (5,)),
     Case("allgather_heads", (3, 4), (5,), "BHND"),
 )
+
+
+THREE = (
+    Case("send_recv_heads", (2, 1, 3), (6, 3)),
+    Case("send_recv_heads", (2, 0, 3), (7,), "BHND"),
+    Case("gather_heads", (2, 0, 3), (6, 3)),
+    Case("allgather_tokens", (2, 0, 3), (7,), "BHND"),
+    Case("allgather_heads", (2, 0, 3), (7,)),
+)
+
+
+def over_distributed(rank: int, path: str) -> None:
+    """A process rank of three: the calls over torch.distributed give what those over shared memory do."""
+    import torch.distributed as dist  # noqa: PLC0415
+
+    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=3)
+    comm: Any = kft.Distributed()
+    assert (comm.rank, comm.world_size) == (rank, 3)
+    for case in THREE:
+        expected = case.gradients()
+        wanted = [case.results(index, case.leaves(index)) for index in range(len(case.heads))]
+        inputs = [
+            case._seen(case.leaves(index)[rank].detach()).clone().requires_grad_()
+            for index in range(len(case.heads))
+        ]
+        weights = [case._seen(case.weight(results[rank], rank)).contiguous() for results in wanted]
+        plain = case.forward(comm, [each.detach() for each in inputs])
+        for one, results in zip(plain, wanted, strict=True):
+            assert torch.equal(one, case._seen(results[rank].detach())), case.operation
+        case.loss(comm, rank, inputs, weights).backward()
+        for index, one in enumerate(inputs):
+            torch.testing.assert_close(one.grad, case._seen(expected[index][rank]))
+    tensors = {
+        torch.float8_e4m3fn: Tensor(1, (3, 0, 4), 7, 4, "float8_e4m3fn"),
+        torch.int64: Tensor(2, (3, 0, 4), 7, 3, "int64", key=2),
+    }
+    given = [tensor_of(t.before("send_recv_heads", rank), dtype, "cpu") for dtype, t in tensors.items()]
+    for result, (dtype, tensor) in zip(
+        comm.send_recv_heads(given, rank_tokens=[3, 0, 4]), tensors.items(), strict=True
+    ):
+        same(result, tensor_of(tensor.after("send_recv_heads", rank), dtype, "cpu"))
+    # On one machine a group gets the real thing; where a rank cannot take part, all get the other.
+    real = kft.from_group(fallback="distributed", capacity_bytes=1 << 20)
+    assert isinstance(real, kf.All2All)
+    x = torch.full((1, 2, 3, 4), float(rank))
+    assert torch.equal(kft.allgather(real, x), kft.allgather(comm, x))
+    real.close()
+    device = "cuda:99" if rank == 1 else "cpu"
+    other = kft.from_group(fallback="distributed", capacity_bytes=1 << 20, device=device, setup_timeout=5.0)
+    assert isinstance(other, kft.Distributed)
+    assert torch.equal(kft.allgather(other, x), kft.allgather(comm, x))
+    dist.barrier()
+    dist.destroy_process_group()
+    print("done")

@@ -153,7 +153,8 @@ def test_a_fused_call_costs_little_host_time() -> None:
     """The bar is 15 us for q, k and v as torch tensors."""
 
     def body(comm: kf.All2All, rank: int) -> float:
-        q, k, v = (torch.zeros(1, 64, 8, 64, device=f"cuda:{rank}", dtype=torch.bfloat16) for _ in range(3))
+        where = {"device": f"cuda:{rank}", "dtype": torch.bfloat16}
+        q, k, v = (torch.zeros(1, 64, 8, 64, **where) for _ in range(3))
         best = []
         for _ in range(20):
             torch.cuda.synchronize()
@@ -166,7 +167,7 @@ def test_a_fused_call_costs_little_host_time() -> None:
 
     (seconds,) = shared.ranks("cuda", 1, body)
     print(f"fused q, k, v: {seconds * 1e6:.1f} us of host time")
-    # Ranks in threads share an interpreter, so a lone one is timed; doubled for a machine with other things to do.
+    # Ranks in threads share an interpreter, so a lone one is timed; doubled for a busy machine.
     assert seconds < 30e-6
 
 

@@ -76,7 +76,8 @@ def exchanges(draw: st.DrawFn) -> tuple[int, Operation, list[Tensor], Layout, li
     queries = draw(st.integers(world, 3 * world))
     tensors, hows = [], []
     for index in range(draw(st.integers(1, 3))):
-        heads, splits = queries, ()
+        heads = queries
+        splits: tuple[range, ...] = ()
         if index:
             divisors = [
                 kv

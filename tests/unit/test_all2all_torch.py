@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
@@ -221,13 +222,25 @@ print("done")
 @pytest.mark.timeout(300)
 def test_from_group(tmp_path: Path, how: str) -> None:
     """Ranks of a process group meet in its store; subgroups and several communicators do not mix."""
+    three_processes(GROUP, f"{tmp_path}/group", how)
+
+
+@pytest.mark.timeout(300)
+def test_over_torch_distributed(tmp_path: Path) -> None:
+    """The hand-over where ranks share no memory: same calls, same results, same gradients."""
+    code = "import sys, exchange_torch; exchange_torch.over_distributed(int(sys.argv[1]), sys.argv[2])"
+    three_processes(code, f"{tmp_path}/group")
+
+
+def three_processes(code: str, *arguments: str) -> None:
+    """Runs code in a process per rank, each told its rank; all must say that they are done."""
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-c", GROUP, str(rank), f"{tmp_path}/group", how],
+            [sys.executable, "-c", code, str(rank), *arguments],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env={**__import__("os").environ, **with_tests()},
+            env={**os.environ, **with_tests()},
         )
         for rank in range(3)
     ]
@@ -238,7 +251,7 @@ def test_from_group(tmp_path: Path, how: str) -> None:
     finally:
         for rank in ranks:
             rank.kill()
-            rank.wait()
+            rank.communicate()
 
 
 def test_no_group_no_communicator() -> None:

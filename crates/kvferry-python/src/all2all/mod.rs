@@ -5,16 +5,15 @@ mod call;
 mod errors;
 mod group;
 mod held;
+mod inner;
 mod inputs;
 mod options;
 mod outputs;
 mod rendezvous;
 mod torch;
 
-use std::collections::BTreeMap;
 use std::ops::Deref;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::Arc;
 use std::time::Duration;
 
 use kvferry::MemoryKind;
@@ -26,6 +25,7 @@ use pyo3::types::{PyDict, PyRange, PyTuple};
 
 pub(crate) use array::ExchangeArray;
 pub(crate) use errors::{failure, refusal, setup};
+pub(crate) use inner::{Inner, communicator, head_ranges};
 
 use crate::context::ordinal;
 use crate::errors::{OrRaise, plain};
@@ -33,7 +33,7 @@ use crate::numbers::whole;
 use crate::streams;
 use crate::transfer::Timeout;
 use array::Axes;
-use call::{Asked, Live};
+use call::Asked;
 use held::Held;
 use rendezvous::Meeting;
 
@@ -41,60 +41,11 @@ use rendezvous::Meeting;
 #[pyclass(frozen, weakref, module = "kvferry")]
 pub(crate) struct All2All(Arc<Inner>);
 
-pub(crate) struct Inner {
-    comm: kvferry::all2all::All2All,
-    live: Live,
-    handle: u64,
-}
-
 impl Deref for All2All {
     type Target = Inner;
 
     fn deref(&self) -> &Inner {
         &self.0
-    }
-}
-
-/// Communicators by number: compilers of torch keep numbers in their graphs, not objects.
-static OPEN: Mutex<BTreeMap<u64, Weak<Inner>>> = Mutex::new(BTreeMap::new());
-
-impl Inner {
-    fn new(comm: kvferry::all2all::All2All) -> Arc<Inner> {
-        static NEXT: AtomicU64 = AtomicU64::new(1);
-        let handle = NEXT.fetch_add(1, Ordering::Relaxed);
-        let inner = Arc::new(Inner { comm, live: Live::default(), handle });
-        OPEN.lock().unwrap_or_else(PoisonError::into_inner).insert(handle, Arc::downgrade(&inner));
-        inner
-    }
-}
-
-/// The communicator with a number that `All2All._handle` gave.
-#[pyfunction]
-pub(crate) fn communicator(handle: &Bound<'_, PyAny>) -> PyResult<All2All> {
-    let (py, handle) = (handle.py(), whole("OptionError", "handle", handle, u64::MAX)?);
-    let found = OPEN.lock().unwrap_or_else(PoisonError::into_inner).get(&handle).and_then(Weak::upgrade);
-    found.map(All2All).ok_or_else(|| plain(py, "ClosedError", "the all2all communicator is gone"))
-}
-
-/// Heads of every rank when `num_heads` are shared by default.
-#[pyfunction]
-#[pyo3(signature = (num_heads, world_size, query_heads=None))]
-pub(crate) fn head_ranges<'py>(
-    py: Python<'py>,
-    num_heads: &Bound<'py, PyAny>,
-    world_size: &Bound<'py, PyAny>,
-    query_heads: Option<&Bound<'py, PyAny>>,
-) -> PyResult<Vec<Bound<'py, PyRange>>> {
-    let num_heads = whole("OptionError", "num_heads", num_heads, i64::MAX as u64)?;
-    let world_size = whole("OptionError", "world_size", world_size, u32::MAX.into())? as usize;
-    let query_heads = query_heads.map(options::query_heads).transpose()?;
-    let ranges = kvferry::layout::head_ranges(num_heads, world_size, query_heads).or_raise(py)?;
-    ranges.into_iter().map(|range| PyRange::new(py, range.start as isize, range.end as isize)).collect()
-}
-
-impl Drop for Inner {
-    fn drop(&mut self) {
-        OPEN.lock().unwrap_or_else(PoisonError::into_inner).remove(&self.handle);
     }
 }
 
@@ -186,6 +137,7 @@ impl All2All {
         text_signature = "(group=None, *, capacity_bytes, device=None, timeout=60.0, setup_timeout=60.0, \
                              buffers=None, name='')"
     )]
+    #[expect(clippy::too_many_arguments, reason = "keyword arguments of a Python method")]
     fn from_group(
         py: Python<'_>,
         group: Option<&Bound<'_, PyAny>>,

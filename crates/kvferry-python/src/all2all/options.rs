@@ -10,7 +10,7 @@ use pyo3::types::{PyInt, PyList, PyRange, PySequence, PyString, PyTuple};
 
 use super::array::ExchangeArray;
 use crate::context::span;
-use crate::errors::plain;
+use crate::errors::{OrRaise, plain};
 use crate::numbers::whole;
 use crate::words::words;
 
@@ -57,8 +57,22 @@ fn length(value: &Bound<'_, PyAny>, name: &str) -> PyResult<usize> {
     }
 }
 
+/// The integers of a list or tuple of nothing else; `None` leaves it to the thorough way.
+fn plainly(value: &Bound<'_, PyAny>) -> Option<Vec<u64>> {
+    let number =
+        |item: Bound<'_, PyAny>| item.is_exact_instance_of::<PyInt>().then(|| item.extract().ok())?;
+    if let Ok(list) = value.cast_exact::<PyList>() {
+        return if list.len() <= LONGEST { list.iter().map(number).collect() } else { None };
+    }
+    let tuple = value.cast_exact::<PyTuple>().ok().filter(|tuple| tuple.len() <= LONGEST)?;
+    tuple.iter().map(number).collect()
+}
+
 /// Numbers from 0 to 2^64 - 1, of a list of bounded length.
 fn numbers(value: &Bound<'_, PyAny>, name: &str) -> PyResult<Vec<u64>> {
+    if let Some(found) = plainly(value) {
+        return Ok(found);
+    }
     if value.cast::<PySequence>().is_ok() {
         length(value, name)?;
     }
@@ -71,6 +85,11 @@ fn is_list(value: &Bound<'_, PyAny>) -> bool {
 
 /// `rank_tokens`: a list of counts, or one such list per tensor.
 pub(crate) fn rank_tokens(value: &Bound<'_, PyAny>) -> PyResult<Vec<Vec<u64>>> {
+    if let Some(found) = plainly(value)
+        && !found.is_empty()
+    {
+        return Ok(vec![found]);
+    }
     let nested = (value.is_instance_of::<PyList>() || value.is_instance_of::<PyTuple>())
         && value.len()? > 0
         && !value.get_item(0)?.is_instance_of::<PyInt>()
@@ -159,14 +178,17 @@ pub(crate) fn output(value: &Bound<'_, PyAny>) -> PyResult<Output> {
             return wrong("parts of different outputs, or in another order".to_owned());
         }
     }
-    if output.results().map_err(|error| crate::errors::to_py(value.py(), error))?.len() != count {
+    if output.results().or_raise(value.py())?.len() != count {
         return wrong("a part of it".to_owned());
     }
     Ok(output)
 }
 
+/// Batch, tokens, heads and dim; and whether dim is not shown.
+pub(crate) type Shape = ([u64; 4], bool);
+
 /// A shape of three or four axes in the order of `layout`, as batch, tokens, heads, dim; and whether it has three.
-pub(crate) fn shape(value: &Bound<'_, PyAny>, layout: HeadLayout) -> PyResult<([u64; 4], bool)> {
+pub(crate) fn shape(value: &Bound<'_, PyAny>, layout: HeadLayout) -> PyResult<Shape> {
     let extents = numbers(value, "shape")?;
     let (a, b, c, d, flat) = match extents[..] {
         [a, b, c, d] => (a, b, c, d, false),
@@ -181,9 +203,6 @@ pub(crate) fn shape(value: &Bound<'_, PyAny>, layout: HeadLayout) -> PyResult<([
         HeadLayout::Bhnd => ([a, c, b, d], flat),
     })
 }
-
-/// A shape, and whether it had no dim of its own.
-type Shape = ([u64; 4], bool);
 
 /// One shape, or a list of them; and whether it was one.
 pub(crate) fn shapes(value: &Bound<'_, PyAny>, layout: HeadLayout) -> PyResult<(Vec<Shape>, bool)> {

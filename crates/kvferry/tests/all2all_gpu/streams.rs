@@ -70,6 +70,8 @@ fn a_buffer_waits_for_its_consumers_on_all_streams_that_were_named() {
                 let y = on(at, &whole, SendRecvHeads, at.stream.handle());
                 // The consumer is on a stream that is announced, or on the home stream itself.
                 let reader = if announced { &b } else { &at.stream };
+                // A free that waits for the hold would keep everybody from launching.
+                kvferry::cuda::drain_deferred();
                 let hold = (at.rank == 0).then(|| Hold::on(&at.gpu, reader));
                 let consumer = Consumer::new(at, &y, &at.stream, reader);
                 if announced {

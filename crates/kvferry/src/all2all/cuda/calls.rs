@@ -77,8 +77,9 @@ impl CudaBackend {
                 self.fences.read(read, stream);
             }
         }
-        if capture.is_none() {
-            self.calls.fetch_add(1, Ordering::AcqRel);
+        match capture {
+            None => drop(self.calls.fetch_add(1, Ordering::AcqRel)),
+            Some(_) => self.captured.store(true, Ordering::Relaxed),
         }
         if let Some(ticker) = self.ticker.get() {
             ticker.call(self.timeout().saturating_add(MARGIN), capture.is_some());

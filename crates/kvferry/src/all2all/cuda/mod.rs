@@ -70,6 +70,8 @@ pub(super) struct CudaBackend {
     calls: AtomicU64,
     /// Ranks that have closed, by bit.
     left: AtomicU64,
+    /// A call was captured: graphs may launch it without anybody's knowledge.
+    captured: AtomicBool,
     /// No header can be posted any more.
     mute: AtomicBool,
     /// Captures whose graphs own buffers, by the driver's number.
@@ -278,7 +280,15 @@ impl Backend for CudaBackend {
         let mut queue = lock(&self.queue);
         let Some(queue) = queue.as_mut() else { return Ok(()) };
         let patience = self.timeout().saturating_add(MARGIN);
-        if queue.settle(patience)? { Ok(()) } else { Err(Error::Timeout { seconds: patience.as_secs_f64() }) }
+        if !queue.settle(patience)? {
+            return Err(Error::Timeout { seconds: patience.as_secs_f64() });
+        }
+        // Of graphs only the device knows. A broken communicator's calls end at once, so this does not wait for peers.
+        if self.captured.load(Ordering::Relaxed) && (self.page.aborted() != 0 || self.page.record().is_some())
+        {
+            self.gpu.synchronize()?;
+        }
+        Ok(())
     }
 
     fn reset(&self) -> Result<()> {

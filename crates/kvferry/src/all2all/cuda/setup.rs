@@ -53,6 +53,7 @@ pub(in crate::all2all) fn connect(setup: &Setup<'_>, ordinal: u32) -> Result<Arc
         timeout: AtomicU64::new(timeout),
         calls: AtomicU64::new(0),
         left: AtomicU64::new(0),
+        captured: AtomicBool::new(false),
         mute: AtomicBool::new(false),
         captures: Mutex::default(),
         attached: OnceLock::new(),

@@ -1,0 +1,251 @@
+"""Setting a communicator up: arguments, ranks that do not fit, rendezvous of every kind within a process."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from exchange_bodies import error_of
+from exchange_calls import exchanged
+from exchange_ranks import (
+    CAPACITY,
+    Outcome,
+    each,
+    fresh,
+    join,
+    nothing_left,
+    outcomes,
+    together,
+    together_outcomes,
+)
+from exchange_reference import Tensor
+
+import kvferry as kf
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+TENSOR = Tensor(2, (3, 4, 2), 6, 4, "float32")
+
+
+@pytest.fixture(autouse=True)
+def leaves_nothing() -> Iterator[None]:
+    with nothing_left():
+        yield
+
+
+def ended(world: int, body: Callable[[kf.All2All, int], Any], **options: Any) -> list[Outcome]:
+    return together_outcomes(world, body, **options)
+
+
+# Set-up
+
+
+def test_arguments_are_checked_before_anybody_is_met() -> None:
+    """L11, case 49: more ranks than there is room for is an error, not an overrun."""
+    url = fresh()
+    wrong: list[tuple[tuple[Any, Any], dict[str, Any]]] = [
+        ((2, 2), {}),
+        ((-1, 2), {}),
+        ((0, 0), {}),
+        ((0, 65), {}),
+        ((0, 10**30), {}),
+        ((0, 2), {"rendezvous": None}),
+        ((0, 2), {"rendezvous": "nowhere"}),
+        ((0, 2), {"rendezvous": "ftp://host/path"}),
+        ((0, 2), {"rendezvous": "tcp://localhost"}),
+        ((0, 2), {"rendezvous": "file://relative"}),
+        ((0, 2), {"timeout": -1}),
+        ((0, 2), {"timeout": math.nan}),
+        ((0, 2), {"capacity_bytes": -1}),
+        ((0, 2), {"buffers": -1}),
+        ((0, 2), {"device": "gpu"}),
+        ((0, 2), {"device": 1.5}),
+    ]
+    for place, options in wrong:
+        given_ = {"capacity_bytes": CAPACITY, "rendezvous": url, "setup_timeout": 0.2, **options}
+        with pytest.raises(kf.OptionError):
+            kf.All2All(*place, **given_)
+    for options in ({"capacity_bytes": 0}, {"buffers": 0}, {"timeout": 0}):
+        with pytest.raises(kf.OptionError):
+            join(0, 1, **options)
+    with pytest.raises(TypeError, match="set"):
+        kf.All2All(0, 2, capacity_bytes=CAPACITY, rendezvous=object())
+    with pytest.raises(TypeError):
+        kf.All2All("0", 2, capacity_bytes=CAPACITY, rendezvous=url)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "different", [{"capacity_bytes": 2 * CAPACITY}, {"buffers": 3}, {"capacity_bytes": 0}], ids=str
+)
+def test_ranks_that_are_set_up_differently_all_raise(different: dict[str, Any]) -> None:
+    meet = fresh()
+
+    def body(rank: int) -> Any:
+        return error_of(lambda: join(rank, 3, rendezvous=meet, **(different if rank == 1 else {})))
+
+    for outcome in outcomes(3, body):
+        assert isinstance(outcome.value, (kf.ContractMismatch, kf.OptionError)), outcome
+        assert outcome.seconds < 10
+
+
+def test_worlds_of_different_sizes() -> None:
+    meet = fresh()
+
+    def body(rank: int) -> Any:
+        world = 3 if rank == 1 else 2
+        return error_of(lambda: join(rank, world, rendezvous=meet, setup_timeout=1.0))
+
+    for outcome in outcomes(2, body):
+        assert isinstance(outcome.value, kf.Error), outcome
+
+
+def test_a_missing_rank_is_named() -> None:
+    meet = fresh()
+
+    def body(rank: int) -> Any:
+        return error_of(lambda: join(rank, 3, rendezvous=meet, setup_timeout=0.5))
+
+    for outcome in outcomes(2, body):
+        error = outcome.value
+        if isinstance(error, kf.PeerTimeout):
+            assert error.peer == 2 and error.epoch == 0
+        else:
+            # The other one was first to give up.
+            assert isinstance(error, kf.ContractMismatch), repr(error)
+        assert "rank 2" in str(error)
+        assert 0.4 < outcome.seconds < 5
+
+
+def test_the_same_rank_twice() -> None:
+    meet = fresh()
+    found = outcomes(2, lambda _: error_of(lambda: join(0, 2, rendezvous=meet, setup_timeout=0.5)))
+    assert all(isinstance(outcome.value, kf.Error) for outcome in found)
+
+
+def test_names_separate_communicators_at_one_rendezvous() -> None:
+    meet = fresh()
+
+    def body(number: int) -> None:
+        rank, name = number % 2, "ab"[number // 2]
+        tensor = Tensor(1, (2, 3), 4, 2, key=ord(name))
+        with join(rank, 2, rendezvous=meet, name=name) as comm:
+            for _ in range(20):
+                exchanged(comm, rank, "send_recv_heads", [tensor])
+
+    each(4, body)
+
+
+def test_a_subgroup_of_the_ranks() -> None:
+    """L12: rank, device and process have nothing to do with one another."""
+    whole, part = fresh(), fresh()
+
+    def body(number: int) -> None:
+        with join(number, 4, rendezvous=whole) as comm:
+            exchanged(comm, number, "send_recv_heads", [Tensor(1, (1, 2, 3, 4), 6, 2)])
+            if number in (1, 3):
+                rank = number // 2
+                with join(rank, 2, rendezvous=part) as sub:
+                    for key in range(10):
+                        exchanged(sub, rank, "send_recv_heads", [Tensor(1, (2, 3), 5, 2, key=key)])
+            exchanged(comm, number, "gather_heads", [Tensor(1, (1, 2, 3, 4), 6, 2)])
+
+    each(4, body)
+
+
+def test_outputs_are_made_together() -> None:
+    """Case 27: a rank that makes another number of them is told, not waited for."""
+
+    def body(comm: kf.All2All, rank: int) -> Any:
+        comm.empty_output((1, 2, 3, 4), "float16")
+        if rank == 1:
+            return error_of(comm.close)
+        return error_of(lambda: comm.empty_output((1, 2, 3, 4), "float16"))
+
+    found = ended(2, body, setup_timeout=2.0)
+    assert isinstance(found[0].value, kf.Error), found[0]
+
+
+def test_an_output_beyond_the_capacity() -> None:
+    def body(comm: kf.All2All, rank: int) -> None:
+        with pytest.raises(kf.CapacityError):
+            comm.empty_output((1, 1 << 30, 1, 1), "float32")
+        exchanged(comm, rank, "send_recv_heads", [Tensor(1, (2, 2), 4, 4)])
+
+    together(2, body)
+
+
+# Stores
+
+
+class Store:
+    """Threads meet in a dictionary; `absent` is how it says that a key is not there."""
+
+    def __init__(self, absent: Any = None) -> None:
+        self.values: dict[str, bytes] = {}
+        self.absent = absent
+
+    def set(self, key: str, value: bytes) -> None:
+        assert type(key) is str and type(value) is bytes
+        self.values[key] = value
+
+    def get(self, key: str) -> bytes:
+        if key not in self.values:
+            if isinstance(self.absent, Exception):
+                raise self.absent
+            return self.absent  # type: ignore[no-any-return]
+        return self.values[key]
+
+
+class TorchLike(Store):
+    """As torch's stores: `wait` blocks and raises its own exception, `get` would block too."""
+
+    def __init__(self) -> None:
+        super().__init__(RuntimeError("get() before wait()"))
+        self.ready = threading.Condition()
+        self.waits = 0
+
+    def set(self, key: str, value: bytes) -> None:
+        with self.ready:
+            super().set(key, value)
+            self.ready.notify_all()
+
+    def wait(self, keys: list[str], timeout: Any) -> None:
+        with self.ready:
+            self.waits += 1
+            if not self.ready.wait_for(
+                lambda: all(key in self.values for key in keys), timeout.total_seconds()
+            ):
+                raise RuntimeError("Socket Timeout")
+
+
+@pytest.mark.parametrize("make", [Store, lambda: Store(KeyError("not there")), TorchLike])
+def test_ranks_meet_in_a_store_of_the_callers(make: Callable[[], Store]) -> None:
+    store = make()
+
+    def body(comm: kf.All2All, rank: int) -> None:
+        exchanged(comm, rank, "send_recv_heads", [TENSOR])
+
+    together(3, body, rendezvous=store)
+    assert store.values
+    assert not isinstance(store, TorchLike) or store.waits
+
+
+def test_a_store_in_which_nobody_comes() -> None:
+    for store in (Store(), TorchLike()):
+        start = time.monotonic()
+        with pytest.raises(kf.PeerTimeout):
+            join(0, 2, rendezvous=store, setup_timeout=0.3)
+        assert time.monotonic() - start < 5
+
+
+def test_what_a_store_raises_comes_through() -> None:
+    class Broken(Store):
+        def set(self, key: str, value: bytes) -> None:
+            raise PermissionError("read-only store")
+
+    with pytest.raises(PermissionError, match="read-only store"):
+        join(0, 2, rendezvous=Broken(), setup_timeout=0.3)
