@@ -130,7 +130,6 @@ impl All2All {
 
     /// The communicator of the ranks of a torch process group, which meet in its store.
     #[staticmethod]
-    #[expect(clippy::too_many_arguments, reason = "keyword arguments of a Python method")]
     #[pyo3(signature = (group=None, *, capacity_bytes, device=None, timeout=Timeout::SECONDS_60,
                         setup_timeout=Timeout::SECONDS_60, buffers=None, name=""))]
     #[pyo3(
