@@ -90,7 +90,7 @@ class TestCalls:
             at.exchanged("send_recv_heads", [tensor])
             at.exchanged("gather_heads", [tensor])
 
-        on_gpus(2, body)
+        on_gpus(2, body, capacity_bytes=4 << 20)
 
     @pytest.mark.parametrize("num_sms", [1, 2, 16, 132, None])
     def test_any_number_of_sms(self, num_sms: int | None) -> None:
