@@ -47,6 +47,15 @@ impl DeviceRegion {
         DeviceRegion { addr, len, ordinal, writable: true, stream_ordered: true, owner }
     }
 
+    /// The same region, its owner's life to be read in stream order.
+    ///
+    /// # Safety
+    /// As [`from_stream_ordered`](Self::from_stream_ordered).
+    pub unsafe fn in_stream_order(mut self) -> DeviceRegion {
+        self.stream_ordered = true;
+        self
+    }
+
     /// All of a buffer.
     pub fn of_buffer(buffer: Arc<DeviceBuffer>) -> DeviceRegion {
         DeviceRegion {

@@ -2,15 +2,15 @@
 
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
-use kvferry::StreamHandle;
 use kvferry::all2all::{CallOptions, ExchangeResult, Landing};
 use kvferry::layout::{ExchangeOp, HeadLayout};
+use kvferry::{Region, StreamHandle};
 use pyo3::prelude::*;
 
 use super::All2All;
 use super::array::{ExchangeArray, addr};
 use super::held::Held;
-use super::inputs::{Inputs, Library};
+use super::inputs::{Input, Inputs, Library};
 use super::options;
 use super::outputs::{outputs, room};
 use super::torch;
@@ -133,12 +133,13 @@ impl All2All {
     ) -> PyResult<(Inputs<'py>, CallOptions)> {
         let layout = options::layout(py, asked.layout)?;
         let declared = asked.dtype.map(crate::config::dtype).transpose()?;
-        let inputs = Inputs::read(tensors, layout, declared, self.home())?;
+        let mut inputs = Inputs::read(tensors, layout, declared, self.home())?;
         let mut options = asked.read(py, layout, inputs.each.len())?;
         if options.stream.is_none()
             && let Some(ordinal) = self.ordinal()
         {
             options.stream = current(py, &inputs, ordinal)?;
+            inputs.each.iter_mut().for_each(in_stream_order);
         }
         *stream = options.stream;
         Ok((inputs, options))
@@ -185,6 +186,19 @@ impl All2All {
 struct Copies {
     made: Vec<Py<PyAny>>,
     error: Option<PyErr>,
+}
+
+/// Lets torch have a tensor's memory back as soon as the caller lets go of it, as torch's own operations on its current
+/// stream do.
+fn in_stream_order(input: &mut Input<'_>) {
+    if matches!(input.library, Library::Torch(_))
+        && let Region::Device(region) = &input.array.region
+    {
+        // SAFETY: the call runs on torch's current stream, and torch's allocator gives memory back in the order of the
+        // stream that a tensor is used on (Tensor.record_stream is the caller's to say otherwise, as with torch itself).
+        let region = unsafe { region.clone().in_stream_order() };
+        input.array.region = Region::Device(region);
+    }
 }
 
 /// The current stream, on the communicator's GPU, of the library that the arrays belong to.
