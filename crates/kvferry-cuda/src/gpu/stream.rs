@@ -10,6 +10,8 @@ use crate::driver::Driver;
 use crate::error::{CudaError, Result};
 use crate::raw::{self, CUstream};
 
+/// `CUDA_ERROR_STREAM_CAPTURE_IMPLICIT`.
+const CAPTURE_IMPLICIT: i32 = 906;
 /// `CU_STREAM_NON_BLOCKING`: not ordered against the legacy default stream.
 const NON_BLOCKING: u32 = 1;
 
@@ -177,6 +179,48 @@ impl Gpu {
         // SAFETY: `status` is a live integer; the stream exists, see `usable`.
         unsafe { raw::cuStreamIsCapturing(handle, &mut status) }?;
         Ok(Capture::from_driver(status))
+    }
+
+    /// The capture that `stream` takes part in, by the driver's number of it.
+    ///
+    /// # Errors
+    /// [`CudaError::StreamIsCapturing`] for one that is spoiled, and for the legacy stream while a blocking stream of the
+    /// device is captured: using it would spoil that capture. A guard or stream of another device; the driver's
+    /// refusal.
+    pub fn capture_id(&self, cx: &ContextGuard<'_>, stream: StreamHandle) -> Result<Option<u64>> {
+        if stream.is_legacy() {
+            let (handle, mut status) = (self.usable(cx, stream)?, 0);
+            // SAFETY: `status` is a live integer; the legacy stream of the current context always exists.
+            return match unsafe { raw::cuStreamIsCapturing(handle, &mut status) } {
+                Err(error) if error.code() == Some(CAPTURE_IMPLICIT) => {
+                    let what = "work on the legacy stream beside a blocking stream";
+                    Err(CudaError::StreamIsCapturing { stream: stream.raw(), what })
+                }
+                other => other.map(|()| None),
+            };
+        }
+        match self.capture_status(cx, stream)? {
+            Capture::None => return Ok(None),
+            Capture::Invalidated => {
+                let what = "a call in a spoiled capture";
+                return Err(CudaError::StreamIsCapturing { stream: stream.raw(), what });
+            }
+            Capture::Active => {}
+        }
+        let handle = self.usable(cx, stream)?;
+        let (mut status, mut id, mut graph) = (0, 0, std::ptr::null_mut());
+        // SAFETY: the three are live and of the driver's types; dependencies are not asked for.
+        unsafe {
+            raw::cuStreamGetCaptureInfo_v2(
+                handle,
+                &mut status,
+                &mut id,
+                &mut graph,
+                std::ptr::null_mut(),
+                std::ptr::null_mut(),
+            )
+        }?;
+        Ok((Capture::from_driver(status) == Capture::Active).then_some(id))
     }
 
     /// The device that `stream` belongs to. The implicit streams belong to this one.

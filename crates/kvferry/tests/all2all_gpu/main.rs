@@ -18,4 +18,5 @@ mod graphs;
 mod outputs;
 mod processes;
 mod setup;
+mod soak;
 mod streams;

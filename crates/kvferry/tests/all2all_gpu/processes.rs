@@ -69,7 +69,7 @@ pub(crate) fn in_processes(test: &str, world: usize, env: &[(&str, &str)], body:
     let url = format!("file://{}/kvf-gpu-{}-{number}", std::env::temp_dir().display(), std::process::id());
     let start = |rank: usize| {
         let mut command = Command::new(std::env::current_exe().unwrap());
-        command.args(["--exact", test, "--nocapture", "--test-threads=1"]);
+        command.args(["--exact", test, "--nocapture", "--test-threads=1", "--include-ignored"]);
         command.env("KVF_RANK", rank.to_string()).env("KVF_URL", &url);
         command.envs(env.iter().copied()).stdout(Stdio::piped()).stderr(Stdio::piped());
         Started(command.spawn().unwrap())
