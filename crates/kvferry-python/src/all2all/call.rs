@@ -96,12 +96,17 @@ impl All2All {
         error: PyErr,
     ) -> PyErr {
         let reason = error.value(py).to_string();
-        let options = CallOptions { stream, ..CallOptions::default() };
+        let options = CallOptions { stream: self.refusal_stream(stream), ..CallOptions::default() };
         match py.detach(|| self.comm.refuse(op, &reason, &options)) {
             Ok(()) => error,
             // Closed, or forked: nothing that was said of the arguments matters then.
             Err(other) => to_py(py, other),
         }
+    }
+
+    /// Where the refused call would have run: in a capture nothing is published.
+    pub(crate) fn refusal_stream(&self, stream: Option<StreamHandle>) -> Option<StreamHandle> {
+        stream.or_else(|| torch::current_stream(self.ordinal()?))
     }
 
     pub(crate) fn call<'py>(
@@ -131,6 +136,9 @@ impl All2All {
         asked: &Asked<'_, 'py>,
         stream: &mut Option<StreamHandle>,
     ) -> PyResult<(Inputs<'py>, CallOptions)> {
+        if let Some(given) = asked.stream {
+            *stream = Some(streams::stream("stream", given)?);
+        }
         let layout = options::layout(py, asked.layout)?;
         let declared = asked.dtype.map(crate::config::dtype).transpose()?;
         let mut inputs = Inputs::read(tensors, layout, declared, self.home())?;
@@ -139,7 +147,9 @@ impl All2All {
             && let Some(ordinal) = self.ordinal()
         {
             options.stream = current(py, &inputs, ordinal)?;
-            inputs.each.iter_mut().for_each(in_stream_order);
+            if options.stream.is_some() && options.stream == torch::current_stream(ordinal) {
+                inputs.each.iter_mut().for_each(in_stream_order);
+            }
         }
         *stream = options.stream;
         Ok((inputs, options))

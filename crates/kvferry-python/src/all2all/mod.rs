@@ -430,7 +430,8 @@ impl All2All {
     /// Publishes that this rank's next call will not be: for layers above whose own checks failed.
     fn _refuse(&self, py: Python<'_>, operation: &str, reason: &str) -> PyResult<()> {
         let op = operation_of(py, operation)?;
-        py.detach(|| self.comm.refuse(op, reason, &CallOptions::default())).or_raise(py)
+        let options = CallOptions { stream: self.refusal_stream(None), ..CallOptions::default() };
+        py.detach(|| self.comm.refuse(op, reason, &options)).or_raise(py)
     }
 
     /// Number of the communicator in this process, for `communicator()`.

@@ -70,6 +70,11 @@ impl Shared {
         };
         match self.backend.run(&launch) {
             Ok(()) => {}
+            // Nothing is wrong with the call: it may come again.
+            Err(Trouble::Refused(error @ Error::Busy { .. })) => {
+                add(&self.counters.busy, 1);
+                return Err(error);
+            }
             Err(Trouble::Refused(error)) => return Err(self.refuse(op, (Refusal::Device, error), options)),
             Err(Trouble::Fault(fault)) => return Err(self.monitor.fault(fault).into()),
         }

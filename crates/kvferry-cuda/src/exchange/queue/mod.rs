@@ -311,6 +311,11 @@ impl ExchangeQueue {
             return Ok(());
         }
         if let Some(stream) = self.last {
+            // Recorded in a capture it would say nothing, and draw whoever waits for it into the graph.
+            if self.link.gpu().capture_id(cx, stream)?.is_some() {
+                let what = "a call elsewhere while the stream of the last call is captured";
+                return Err(CudaError::StreamIsCapturing { stream: stream.raw(), what });
+            }
             let event = self.link.gpu().event(cx)?;
             event.record(cx, stream)?;
             self.trips.push_back(Trip { event, owners: Vec::new() });

@@ -4,7 +4,7 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex};
 
 use kvferry_cuda::{
-    ExchangeLoop, ExchangeMode, ExchangeQueue, ExchangeRoute, RouteInput, RoutePiece, RouteShape,
+    CudaError, ExchangeLoop, ExchangeMode, ExchangeQueue, ExchangeRoute, RouteInput, RoutePiece, RouteShape,
     StreamHandle,
 };
 use kvferry_host::Owner;
@@ -44,6 +44,8 @@ impl CudaBackend {
         let cx = self.gpu.enter().map_err(refused)?;
         let way = queue.look(&cx, stream).map_err(refused)?;
         let capture = way.capture();
+        // First of all: should the call be refused, this gives the capture's buffer back.
+        let keep = self.kept_by(capture, launch);
         let routes = self.routes(queue, launch).map_err(Trouble::Refused)?;
         let mut routes = lock(routes);
         let found = routes.iter_mut().find(|(num_sms, _)| *num_sms == launch.num_sms);
@@ -56,10 +58,10 @@ impl CudaBackend {
                 why: "launches of the graph cannot wait for each other: use one process per GPU".to_owned(),
             }));
         }
-        let through = self.pass(launch)?;
+        // Before the gate: the others must not launch for a call that turns out to be too early.
         let slot = launch.place.slot;
         self.fences.open(&cx, slot, stream, capture, self.timeout()).map_err(Trouble::Refused)?;
-        let keep = self.kept_by(capture, launch);
+        let through = self.pass(launch)?;
         let place = launch.place.offset;
         let launched = queue.call(&cx, &way, route, &inputs, place, launch.hash, mode, keep);
         drop(through);
@@ -125,12 +127,13 @@ impl CudaBackend {
         let mut queue = lock(&self.queue);
         let Some(queue) = queue.as_mut() else { return false };
         let Ok(cx) = self.gpu.enter() else { return false };
-        let way = match queue.look(&cx, stream) {
-            Ok(way) if way.capture().is_none() => way,
-            _ => return false,
-        };
         // Codes of refusals are small.
-        let published = queue.refuse(&cx, &way, op.code(), refusal.code() as u32);
+        let published = match queue.look(&cx, stream) {
+            Ok(way) if way.capture().is_none() => queue.refuse(&cx, &way, op.code(), refusal.code() as u32),
+            Ok(_) | Err(CudaError::StreamIsCapturing { .. }) => return false,
+            // Such as another device's stream, which may be why the call is refused.
+            Err(error) => Err(error.into()),
+        };
         // It waits for nobody, so nobody need be waited for; and the others must not wait for this rank.
         if let Some(gate) = &self.gate {
             gate.leave(self.rank);

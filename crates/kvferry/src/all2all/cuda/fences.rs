@@ -127,14 +127,18 @@ impl Fences {
         }
         let mut slots = lock(&self.slots);
         let state = slots.of(slot);
-        let Some((home, capture, thread)) = state.home else { return };
-        // Another thread's per-thread stream cannot be named here; the legacy stream comes after all of those.
-        let elsewhere = home == StreamHandle::PER_THREAD && thread != thread::current().id();
-        let home = if elsewhere { StreamHandle::LEGACY } else { home };
-        let mut all = vec![home];
-        for &stream in state.readers.iter().chain(streams) {
-            if !all.contains(&stream) {
-                all.push(stream);
+        // Taken: the next to hold the buffer may let go of it without a call, when these streams may be gone.
+        let (home, readers) = (state.home.take(), std::mem::take(&mut state.readers));
+        let capture = home.and_then(|(_, capture, _)| capture);
+        let home = home.map(|(home, _, thread)| {
+            // Another thread's per-thread stream cannot be named here; the legacy stream comes after all of those.
+            let elsewhere = home == StreamHandle::PER_THREAD && thread != thread::current().id();
+            if elsewhere { StreamHandle::LEGACY } else { home }
+        });
+        let mut all = Vec::new();
+        for stream in home.iter().chain(&readers).chain(streams) {
+            if !all.contains(stream) {
+                all.push(*stream);
             }
         }
         if capture.is_none() {
@@ -143,9 +147,9 @@ impl Fences {
             let (lasting, rest) = all.into_iter().partition(|stream| stream.lasts());
             all = rest;
             state.fences.extend(Vec::into_iter(lasting).map(Fence::Late));
-            if all.is_empty() {
-                return;
-            }
+        }
+        if all.is_empty() {
+            return;
         }
         let outcome = self.gpu.enter().map_err(Error::from).and_then(|cx| {
             for &stream in &all {
@@ -156,7 +160,7 @@ impl Fences {
         if let Err(error) = outcome {
             // Also at exit. Whatever is not marked is waited for as well as it can be.
             tracing::warn!(%error, "cannot mark the end of a result's use");
-            state.fences.push(Fence::Late(home));
+            state.fences.extend(home.map(Fence::Late));
         }
     }
 
