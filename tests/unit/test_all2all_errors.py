@@ -459,10 +459,13 @@ def test_an_aborted_communicator_can_be_reset() -> None:
 
 def test_two_communicators_break_apart() -> None:
     here, there = fresh(), fresh()
+    done = threading.Barrier(3)
 
     def body(rank: int) -> None:
         one, other = join(rank, 3, rendezvous=here), join(rank, 3, rendezvous=there)
         exchanged(one, rank, "send_recv_heads", [TENSOR])
+        # An abort ends the calls of all, this one too where a rank is still in it.
+        done.wait(20)
         one.abort()
         for key in range(5):
             exchanged(other, rank, "send_recv_heads", [Tensor(1, (1, 2, 3), 5, 3, key=key)])

@@ -80,7 +80,10 @@ class TestGoodOrder:
         with processes(3, bodies.several_calls, meet=meet) as ranks:
             # Rank 2 of three never comes: what the others left is stale once they are dead.
             ranks[2].stop()
-            time.sleep(0.3)
+            end = time.monotonic() + 20
+            while not any(path.is_file() for path in tmp_path.rglob("*")):
+                assert time.monotonic() < end, "nobody uses the rendezvous"
+                time.sleep(0.01)
             for rank in ranks:
                 rank.kill()
         assert any(path.is_file() for path in tmp_path.rglob("*"))

@@ -135,16 +135,17 @@ impl Monitor {
                 return first.clone();
             }
             *first = Some(failure.clone());
+            // Before anybody here can know it: what a thread that does then sends, a goodbye for one, comes after this.
+            if let Some(refusal) = tell
+                && let Some(mesh) = self.mesh.get()
+            {
+                mesh.tell(notice_of(&failure, refusal, self.session.load(Ordering::Acquire) as u8));
+            }
             // A closed communicator stays closed.
             let _ = self.phase.compare_exchange(OPEN, BROKEN, Ordering::AcqRel, Ordering::Acquire);
             self.abort_backend();
         }
         tracing::warn!(rank = self.rank, %failure, "all2all communicator broken");
-        if let Some(refusal) = tell
-            && let Some(mesh) = self.mesh.get()
-        {
-            mesh.tell(notice_of(&failure, refusal, self.session.load(Ordering::Acquire) as u8));
-        }
         failure
     }
 
