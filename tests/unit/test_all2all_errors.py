@@ -182,6 +182,11 @@ def own_errors() -> list[tuple[str, type[Exception], Callable[[kf.All2All, Any],
         ("17 tensors", kf.LayoutError, lambda comm, x: comm.send_recv_heads((x,) * 17, rank_tokens=tokens)),
         ("two axes", kf.LayoutError, lambda comm, x: comm.send_recv_heads(x[0, 0], rank_tokens=tokens)),
         (
+            "objects",
+            kf.LayoutError,
+            lambda comm, x: comm.send_recv_heads(x.astype(object), rank_tokens=tokens),
+        ),
+        (
             "dim not contiguous",
             kf.LayoutError,
             lambda comm, x: comm.send_recv_heads(x[..., ::2], rank_tokens=tokens),

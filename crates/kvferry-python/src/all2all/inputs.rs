@@ -104,6 +104,14 @@ fn input<'py>(
         }
     }
     let numpy = numpy_dtype(&object)?;
+    if let Some(dtype) = &numpy
+        && dtype.getattr(intern!(py, "hasobject"))?.is_truthy()?
+    {
+        let message = format!(
+            "tensor {index}: an array of Python objects holds addresses, which mean nothing to a peer"
+        );
+        return Err(plain(py, "LayoutError", message));
+    }
     let raw = raw(&object, &name(index))?;
     let (array, flat) = place(py, &raw, index, layout, declared, (numpy.is_some(), home))?;
     Ok(Input { object, array, library: numpy.map_or(Library::Other, Library::NumPy), flat })

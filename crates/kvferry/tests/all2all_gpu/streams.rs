@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use kvferry::all2all::{CallOptions, ExchangeResult};
+use kvferry::all2all::{CallOptions, ExchangeFailure, ExchangeResult};
 use kvferry::cuda::{BatchCopies, DeviceRegion, Flight, GpuMemory, Stream, StreamHandle};
 use kvferry::layout::exchange::{ExchangeOp, HeadLayout};
 use kvferry::{Dtype, Region};
@@ -168,7 +168,21 @@ fn a_stream_of_another_device_is_refused() {
             let input = at.input(&whole, SendRecvHeads, &Strides::default());
             let refused = at.comm.send_recv_heads(&[input], &options);
             assert!(matches!(refused, Err(kvferry::Error::Cuda(_))), "{refused:?}");
+        } else {
+            // Unless the other one's refusal is heard of first.
+            drop(at.call(&whole, SendRecvHeads));
         }
+        let start = std::time::Instant::now();
+        let failure = loop {
+            match at.comm.check() {
+                Err(kvferry::Error::Exchange(failure)) => break failure,
+                other => assert!(start.elapsed().as_secs() < 5, "{other:?}"),
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        };
+        assert!(matches!(failure, ExchangeFailure::Mismatch { rank: 0, .. }), "{failure}");
+        at.stream.synchronize().unwrap();
+        at.comm.reset().unwrap();
         at.checked(&whole, SendRecvHeads);
     });
 }
