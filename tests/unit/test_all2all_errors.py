@@ -134,6 +134,18 @@ def test_ranks_that_disagree_all_raise(differently: Callable[..., Any], odd: int
         assert (raw(np.asarray(places[rank])) == 0xA5).all(), "a byte moved"
 
 
+@pytest.mark.parametrize("types", [("<u4", ">i4"), (">f4", "<u4"), ("bool", "uint8")])
+def test_types_without_a_name_are_told_apart(types: tuple[str, str]) -> None:
+    """As bytes they are alike, which is all that the names of kvferry would say."""
+
+    def body(comm: kf.All2All, rank: int) -> Any:
+        x = np.ones((1, 2, 4, 4), types[rank])
+        return error_of(lambda: comm.send_recv_heads(x, rank_tokens=[2, 2]))
+
+    for outcome in ended(2, body):
+        assert isinstance(outcome.value, kf.ContractMismatch), outcome
+
+
 def test_two_ranks_name_each_other() -> None:
     def body(comm: kf.All2All, rank: int) -> Any:
         return error_of(lambda: send(comm, rank, Tensor(1 + rank, (2, 2), 4, 4)))

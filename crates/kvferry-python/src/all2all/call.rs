@@ -47,6 +47,7 @@ impl Asked<'_, '_> {
             stream: self.stream.map(|given| streams::stream("stream", given)).transpose()?,
             num_sms: self.num_sms.map(num_sms).transpose()?.map(|count| count as u32),
             engine: options::engine(py, self.engine)?,
+            kinds: 0,
         })
     }
 }
@@ -143,6 +144,9 @@ impl All2All {
         let declared = asked.dtype.map(crate::config::dtype).transpose()?;
         let mut inputs = Inputs::read(tensors, layout, declared, self.home())?;
         let mut options = asked.read(py, layout, inputs.each.len())?;
+        if declared.is_none() {
+            options.kinds = inputs.kinds();
+        }
         if options.stream.is_none()
             && let Some(ordinal) = self.ordinal()
         {

@@ -1,5 +1,6 @@
 //! Arrays into an exchange: torch tensors by the shortest way, everything else by the protocols of `arrays`.
 
+use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::Arc;
 
 use kvferry::all2all::ExchangeArray;
@@ -35,6 +36,8 @@ pub(crate) struct Input<'py> {
     pub(crate) library: Library<'py>,
     /// It has three axes.
     pub(crate) flat: bool,
+    /// Its element type where that has no name in kvferry, as its library tells it.
+    pub(crate) unnamed: Option<String>,
 }
 
 /// The arrays of a call.
@@ -62,6 +65,19 @@ impl<'py> Inputs<'py> {
             each.push(input(tensor?, index, layout, declared, home)?);
         }
         Ok(Inputs { each, single: false })
+    }
+
+    /// One number for the element types without a name, the same wherever they are the same; 0 if there are none.
+    pub(crate) fn kinds(&self) -> u64 {
+        let mut hasher = DefaultHasher::new();
+        let unnamed =
+            self.each.iter().enumerate().filter_map(|(index, input)| Some((index, input.unnamed.as_ref()?)));
+        let mut any = false;
+        for one in unnamed {
+            any = true;
+            one.hash(&mut hasher);
+        }
+        if any { hasher.finish() } else { 0 }
     }
 
     pub(crate) fn arrays(&self) -> Vec<ExchangeArray> {
@@ -94,13 +110,14 @@ fn input<'py>(
         let known = raw.dtype.map(crate::export::dl_type).transpose()?;
         let (array, flat) = place(py, &raw, index, layout, declared, (known.is_none(), home))?;
         let library = Library::Torch(known.map_or_else(|| crate::export::dl_type(array.dtype), Ok)?);
-        return Ok(Input { object, array, library, flat });
+        let unnamed = known.is_none().then(|| raw.dtype_name.clone());
+        return Ok(Input { object, array, library, flat, unnamed });
     }
     if let Ok(ours) = object.cast::<array::ExchangeArray>() {
         let ours = ours.get();
         if ours.axes.layout == layout && declared.is_none_or(|declared| declared == ours.dtype()) {
             let (array, flat) = (ours.held.result().array(), ours.axes.flat);
-            return Ok(Input { object, array, library: Library::Other, flat });
+            return Ok(Input { object, array, library: Library::Other, flat, unnamed: None });
         }
     }
     let numpy = numpy_dtype(&object)?;
@@ -114,7 +131,12 @@ fn input<'py>(
     }
     let raw = raw(&object, &name(index))?;
     let (array, flat) = place(py, &raw, index, layout, declared, (numpy.is_some(), home))?;
-    Ok(Input { object, array, library: numpy.map_or(Library::Other, Library::NumPy), flat })
+    let unnamed = match &numpy {
+        // Byte order and all.
+        Some(dtype) if raw.dtype.is_none() => Some(dtype.str()?.to_string()),
+        _ => None,
+    };
+    Ok(Input { object, array, library: numpy.map_or(Library::Other, Library::NumPy), flat, unnamed })
 }
 
 fn name(index: usize) -> String {
@@ -164,7 +186,8 @@ fn from_torch<'py>(
     let owner: Owner = Arc::new(PyOwner(object.clone().unbind()));
     let at = Placed { addr, shape: &shape, strides: &strides, dtype, memory };
     let (array, flat) = bind(py, &at, owner, index, layout)?;
-    Ok(Input { object, array, library: Library::Torch(found.dtype), flat })
+    let unnamed = known.is_none().then(name);
+    Ok(Input { object, array, library: Library::Torch(found.dtype), flat, unnamed })
 }
 
 /// Where an array lies, as every protocol tells it; strides in bytes.

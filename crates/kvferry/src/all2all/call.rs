@@ -60,7 +60,7 @@ impl Shared {
         let out = options.out.as_ref().map(|out| &*out.shared);
         let launch = Launch {
             plan: &plan,
-            hash: plan.contract.hash(calls.nonce, out.map_or(0, |out| out.id)),
+            hash: plan.contract.hash(calls.nonce, out.map_or(0, |out| out.id) ^ options.kinds),
             inputs: arrays,
             place: landed.place,
             out,

@@ -88,6 +88,9 @@ pub struct CallOptions {
     pub num_sms: Option<u32>,
     /// Who moves the bytes.
     pub engine: ExchangeEngine,
+    /// Whatever else the ranks must agree on, as a number that enters the contract hash; 0: nothing. Python puts here the
+    /// element types that have no [`Dtype`](kvferry_layout::Dtype).
+    pub kinds: u64,
 }
 
 /// Gives one array per result of the same shape, in the order of the results, for a copy of them.
