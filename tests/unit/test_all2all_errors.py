@@ -16,14 +16,13 @@ from exchange_bodies import error_of
 from exchange_calls import exchanged, expected, given, verify
 from exchange_ranks import (
     CAPACITY,
-    Outcome,
     each,
     fresh,
     join,
     nothing_left,
     together,
-    together_outcomes,
 )
+from exchange_ranks import together_outcomes as ended
 from exchange_reference import Tensor, raw, same
 
 import kvferry as kf
@@ -38,10 +37,6 @@ TENSOR = Tensor(2, (3, 4, 2), 6, 4, "float32")
 def leaves_nothing() -> Iterator[None]:
     with nothing_left():
         yield
-
-
-def ended(world: int, body: Callable[[kf.All2All, int], Any], **options: Any) -> list[Outcome]:
-    return together_outcomes(world, body, **options)
 
 
 def send(comm: kf.All2All, rank: int, tensor: Tensor = TENSOR, **options: Any) -> Any:

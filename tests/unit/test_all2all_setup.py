@@ -12,15 +12,14 @@ from exchange_bodies import error_of
 from exchange_calls import exchanged
 from exchange_ranks import (
     CAPACITY,
-    Outcome,
     each,
     fresh,
     join,
     nothing_left,
     outcomes,
     together,
-    together_outcomes,
 )
+from exchange_ranks import together_outcomes as ended
 from exchange_reference import Tensor
 
 import kvferry as kf
@@ -35,10 +34,6 @@ TENSOR = Tensor(2, (3, 4, 2), 6, 4, "float32")
 def leaves_nothing() -> Iterator[None]:
     with nothing_left():
         yield
-
-
-def ended(world: int, body: Callable[[kf.All2All, int], Any], **options: Any) -> list[Outcome]:
-    return together_outcomes(world, body, **options)
 
 
 # Set-up

@@ -1,4 +1,4 @@
-"""`kvferry bench all2all` without GPUs: cells, plan, numbers, bars, reports, processes, runs on CPUs."""
+"""`kvferry bench all2all` without GPUs: numbers, bars, reports, runs on CPUs."""
 
 from __future__ import annotations
 
@@ -6,13 +6,11 @@ import contextlib
 import csv
 import importlib.util
 import io
-import itertools
 import json
 import os
 import shutil
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -34,7 +32,6 @@ from kvferry.bench.all2all import (  # noqa: E402 - they need NumPy
     kernels,
     launch,
     markdown,
-    meeting,
     plan,
     recovery,
     report,
@@ -50,133 +47,7 @@ FAKE = (sys.executable, str(TESTS / "fake_all2all.py"))
 FAKE_GPU = (sys.executable, str(TESTS / "fake_all2all_gpu.py"))
 GPU = plan.Options(device="gpu", world=2)
 
-SHAPES = [
-    cells.one(2, 1, 5, 32, 16),
-    cells.one(4, 2, 3, 30, 16),
-    cells.one(3, 1, 2, 7, 80, "e4m3"),
-    cells.fused(4, 3, 16, 2, 8),
-    cells.fused(2, 3, 32, 8, 8),
-    Cell(2, (5, 0, 3), (6,), 16, "fp32"),
-    Cell(1, (2, 3), (8,), 16, splits=(2, 6)),
-]
-
-
-@pytest.mark.parametrize("cell", SHAPES, ids=lambda cell: cell.name)
-def test_heads_and_bytes_of_a_cell(cell: Cell) -> None:
-    for tensor, heads in enumerate(cell.heads):
-        ranges = cell.head_ranges(tensor)
-        # Every head has an owner; each rank's are beside one another and in order.
-        assert sorted({head for part in ranges for head in part}) == list(range(heads))
-        assert [part.start for part in ranges] == sorted(part.start for part in ranges)
-    sent = {pair: cell.sent(*pair) for pair in itertools.product(range(cell.world), repeat=2)}
-    for rank in range(cell.world):
-        got = sum(
-            int(np.prod(cell.result_shape(rank, tensor))) * cell.item for tensor in range(len(cell.heads))
-        )
-        assert sum(sent[source, rank] for source in range(cell.world)) == got
-        assert got <= cell.result_bytes(rank) < got + 256 * len(cell.heads)
-        others = [other for other in range(cell.world) if other != rank]
-        assert cell.wire >= max(
-            sum(sent[rank, other] for other in others), sum(sent[other, rank] for other in others)
-        )
-
-
-def test_queries_and_their_keys_stay_together() -> None:
-    cell = cells.fused(4, 1, 16, 2, 8)
-    for queries, keys in zip(cell.head_ranges(0), cell.head_ranges(1), strict=True):
-        assert {query // 8 for query in queries} == set(keys)
-    assert cells.equal(30, 4) == (8, 8, 7, 7)
-    assert cells.one(4, 1, 1, 30, 8).head_ranges(0) == [range(8), range(8, 16), range(16, 23), range(23, 30)]
-
-
-def test_names_tell_cells_apart() -> None:
-    names = [cell.name for cell in SHAPES]
-    assert len(set(names)) == len(names)
-    assert cells.one(2, 1, 128, 32, 128).name == "1,128,32,128 bf16"
-    assert cells.fused(2, 128, 32, 8, 128).name == "1,128,qkv 32/8,128 bf16"
-    assert cells.whole(2, 75_827, 40, 128).name == "1,37914+37913,40,128 bf16"
-    assert Cell(1, (4, 4), (32,), 128, splits=(12, 20)).name == "1,4,32,128 bf16 split 12/20"
-
-
-@pytest.mark.parametrize("selection", ["quick", "default", "full"])
-@pytest.mark.parametrize("world", [1, 2, 4, 8])
-@pytest.mark.parametrize("device", ["gpu", "cpu", "host"])
-def test_plans(device: plan.Device, world: int, selection: plan.Selection) -> None:
-    options = plan.Options(device=device, world=world, selection=selection)
-    found = plan.tasks(options)
-    assert found and len({task.name for task in found}) == len(found)
-    assert plan.tasks(plan.Options.load(options.dump())) == found
-    for task in found:
-        assert task.cell.world == world and task.group in plan.GROUPS
-        assert task.ways and len(set(task.ways)) == len(task.ways)
-        assert task.cell.largest_result <= plan.capacity(found)
-        # Words of four bytes carry the data.
-        assert task.cell.dim * task.cell.item % 4 == 0
-    groups = [task.group for task in found]
-    assert groups[0] == "setup" and groups.index("core" if device != "cpu" else "bandwidth") == 1
-
-
-def test_the_plan_has_what_the_issue_names() -> None:
-    found = {task.name: task for task in plan.tasks(GPU)}
-    full = plan.tasks(plan.Options(device="gpu", world=2, selection="full"))
-    shapes = {task.cell.name for task in found.values()}
-    for tokens in (128, 1024, 4096, 16_384, 65_536):
-        assert f"1,{tokens},32,128 bf16" in shapes
-    for name in ("2,8192,40,128 bf16", "1,37800,40,128 bf16", "1,37914+37913,40,128 bf16"):
-        assert name in shapes
-    assert {task.cell.heads for task in found.values()} >= {(24,), (30,), (32, 8, 8), (32, 4, 4), (16, 2, 2)}
-    assert {task.cell.dim for task in found.values()} >= {64, 80, 96, 128, 256}
-    assert {task.cell.dtype for task in found.values()} == set(cells.DTYPES)
-    assert {task.cell.batch for task in found.values()} == {1, 2, 4}
-    sizes = [task.cell.rank_bytes for task in found.values() if task.group == "latency"]
-    assert min(sizes) == 1 << 10 and max(sizes) == 1 << 20
-    sizes = [task.cell.rank_bytes for task in found.values() if task.group == "bandwidth"]
-    assert min(sizes) == 1 << 20 and max(sizes) == 1 << 30
-    # What no bar compares with is measured only when all is.
-    assert any("memcpy ipc" in task.ways for task in full)
-    assert not any("memcpy ipc" in task.ways for task in found.values())
-    for tokens in (4096, 16_384):
-        assert {"push 16", "push 32"} <= set(found[f"core 1,{tokens},32,128 bf16"].ways)
-    assert {way for task in full for way in task.ways if way.startswith("push")} == set(plan.push(*plan.SMS))
-    # Shapes that are compared have the bytes of what they are compared with.
-    twin = cells.one(2, 1, plan.TWIN, 32, 128).wire
-    long_twin = cells.one(2, 1, plan.LONG_TWIN, 32, 128).wire
-    for task in found.values():
-        if task.group == "shapes":
-            assert min(abs(task.cell.wire / twin - 1), abs(task.cell.wire / long_twin - 1)) < 0.005
-    assert cells.one(2, 2, 8192, 40, 128).wire == twin
-
-
-@pytest.mark.parametrize("cell", SHAPES, ids=lambda cell: cell.name)
-def test_the_data_tells_every_place_apart(cell: Cell) -> None:
-    maths = data.Numpy()
-    grounds = [data.Ground(maths, cell, rank, seed=3) for rank in range(cell.world)]
-    for tensor in range(len(cell.heads)):
-        words = np.concatenate([ground.given(tensor).reshape(-1) for ground in grounds])
-        assert len(np.unique(words)) == len(words)
-    for rank, ground in enumerate(grounds):
-        # Put together by NumPy alone, from what the ranks give.
-        got = [
-            np.concatenate([each.inputs[tensor] for each in grounds], axis=1)[:, :, part.start : part.stop]
-            for tensor, part in ((t, cell.head_ranges(t)[rank]) for t in range(len(cell.heads)))
-        ]
-        got = [np.ascontiguousarray(each) for each in got]
-        assert ground.check(got) == "" and ground.intact() == ""
-        assert "results for" in ground.check(got[:-1])
-        got[-1].view(np.uint8).reshape(-1)[-1] ^= 1
-        assert ground.check(got) == f"1 wrong words in tensor {len(got) - 1}"
-        ground.poison(got)
-        assert "wrong words" in ground.check(got)
-        assert "not" in ground.check([each[:, :-1] for each in got])
-        ground.inputs[0].view(np.uint8).reshape(-1)[:1] ^= 1
-        assert ground.intact() == ("input 0 was written" if ground.inputs[0].size else "")
-
-
-def test_written_guards_are_seen() -> None:
-    ground = data.Ground(data.Numpy(), SHAPES[0], 0, 0)
-    whole = ground.inputs[0].base
-    whole.view(np.int32).reshape(-1)[data.GUARD_WORDS - 1] = 0
-    assert ground.intact() == "guard words beside input 0 were written"
+CELL = cells.one(2, 1, 5, 32, 16)
 
 
 def records(way: str, *ranks: tuple[float, ...], task: str = "t", **fields: Any) -> list[list[Record]]:
@@ -184,7 +55,7 @@ def records(way: str, *ranks: tuple[float, ...], task: str = "t", **fields: Any)
 
 
 def test_the_slowest_rank_of_each_iteration_counts() -> None:
-    task = plan.exchange("core", SHAPES[0], "owned")
+    task = plan.exchange("core", CELL, "owned")
     found = results.gather(task, records("owned", (1, 9, 3), (2, 1, 5)))
     row = found.rows["owned"]
     assert row.device == pytest.approx([2e-6, 9e-6, 5e-6]) and row.device_s == pytest.approx(5e-6)
@@ -436,70 +307,6 @@ def test_what_is_timed_was_submitted_in_time(line: Line, noted: bool) -> None:
     assert line.room > 100 or max(line.bursts[-3:]) <= line.room
 
 
-def threads(folder: Path, world: int, work: Any) -> list[Any]:
-    """Ranks as threads of this process."""
-    out: list[Any] = [None] * world
-
-    def one(rank: int) -> None:
-        try:
-            out[rank] = work(meeting.Meeting(folder, rank, world, timeout=20))
-        except BaseException as error:  # noqa: BLE001 - looked at below
-            out[rank] = error
-
-    running = [threading.Thread(target=one, args=(rank,)) for rank in range(world)]
-    for thread in running:
-        thread.start()
-    for thread in running:
-        thread.join(30)
-    return out
-
-
-def test_ranks_meet(tmp_path: Path) -> None:
-    def work(seat: meeting.Meeting) -> Any:
-        found = []
-        for step in range(20):
-            found.append(seat.gather("a", seat.rank * 100 + step))
-            assert seat.first("b", seat.rank) == 0
-            assert seat.end("") == ""
-        return found
-
-    for found in threads(tmp_path, 3, work):
-        assert found == [[step, 100 + step, 200 + step] for step in range(20)]
-    # What has been read is not kept.
-    assert len(list(tmp_path.glob("*.json"))) <= 3 * 3 * 2
-
-
-def test_a_rank_that_fails_does_not_keep_the_others_waiting(tmp_path: Path) -> None:
-    def work(seat: meeting.Meeting) -> Any:
-        heard = ""
-        if seat.rank == 1:
-            heard = "broke"
-        else:
-            with pytest.raises(meeting.LeftError, match="broke"):
-                seat.gather("inside")
-        return seat.end(heard), seat.gather("next", seat.rank)
-
-    assert threads(tmp_path, 3, work) == [("rank 1: broke", [0, 1, 2])] * 3
-
-
-def test_ranks_that_are_apart_stop(tmp_path: Path) -> None:
-    apart = (
-        threads(tmp_path / "a", 2, lambda seat: seat.gather(f"{seat.rank}")) if _made(tmp_path / "a") else []
-    )
-    assert all(isinstance(found, meeting.Stopped) for found in apart) and len(apart) == 2
-    seat = meeting.Meeting(tmp_path, 0, 2, timeout=0.05)
-    with pytest.raises(meeting.Stopped, match="did not come"):
-        seat.gather("alone")
-    (tmp_path / meeting.STOP).touch()
-    with pytest.raises(meeting.Stopped, match="was ended"):
-        meeting.Meeting(tmp_path, 0, 2).gather("alone")
-
-
-def _made(folder: Path) -> bool:
-    folder.mkdir()
-    return True
-
-
 class Told:
     """A listener that remembers."""
 
@@ -516,82 +323,6 @@ class Told:
 
     def note(self, text: str) -> None:
         self.notes.append(text)
-
-
-def session(folder: Path, code: str, count: int = 2) -> launch.Session:
-    """Workers that run a piece of Python; FOLDER and RANK are its arguments."""
-    program = folder / "program.py"
-    folder.mkdir(exist_ok=True)
-    program.write_text("import os, sys, time\nfolder, rank = sys.argv[1], int(sys.argv[2])\n" + code)
-    return launch.Session(folder / "ranks", GPU, count, command=(sys.executable, str(program)))
-
-
-def test_workers_that_end_well(tmp_path: Path) -> None:
-    code = 'open(f\'{folder}/rank-{rank}.jsonl\', \'a\').write(\'{"task": "t", "way": "w"}\\n{"task"\')\n'
-    code += "assert os.environ['NCCL_NVLS_ENABLE'] == '0' and os.environ['MASTER_ADDR'] == '127.0.0.1'\n"
-    running = session(tmp_path, code)
-    assert running.wait(time.monotonic() + 30) == "" and running.log() == ""
-    # A line that is not whole is left for later.
-    assert [len(running.lines(rank)) for rank in (0, 1)] == [1, 1] and running.lines(0) == []
-
-
-def test_a_hung_worker_is_ended_with_its_children(tmp_path: Path) -> None:
-    code = "import subprocess\np = subprocess.Popen(['sleep', '600'])\n"
-    code += (
-        "open(f'{folder}/child-{rank}', 'w').write(str(p.pid))\nprint('begun', flush=True)\ntime.sleep(600)\n"
-    )
-    running = session(tmp_path, code)
-    while not all((running.folder / f"child-{rank}").exists() for rank in (0, 1)):
-        time.sleep(0.01)
-    start = time.monotonic()
-    assert running.wait(start + 0.5) == "out of time" and time.monotonic() - start < 10
-    assert "rank 1: begun" in running.log()
-    for rank in (0, 1):
-        assert gone(int((running.folder / f"child-{rank}").read_text()))
-
-
-def gone(pid: int) -> bool:
-    """Whether a process has ended, or does within seconds: a signal needs the processor to arrive."""
-    stat, end = Path(f"/proc/{pid}/stat"), time.monotonic() + 20
-    while time.monotonic() < end:
-        try:
-            if stat.read_text().rsplit(")", 1)[1].split()[0] in "ZX":
-                return True
-        except (FileNotFoundError, ProcessLookupError):
-            return True
-        time.sleep(0.01)
-    return False
-
-
-def test_a_worker_that_fails_ends_the_others(tmp_path: Path) -> None:
-    running = session(tmp_path, "if rank: sys.exit(7)\ntime.sleep(600)\n")
-    start = time.monotonic()
-    assert running.wait(start + 60) == "rank 1 exited with 7" and time.monotonic() - start < 30
-    collector = launch.Collector(running, plan.tasks(GPU)[:2], lambda _: None)
-    collector.close("rank 1 exited with 7")
-    assert {found.skipped for found in collector.measured.values()} == {"rank 1 exited with 7"}
-
-
-def test_ranks_end_with_their_launcher(tmp_path: Path) -> None:
-    code = f"""
-import time
-from pathlib import Path
-from kvferry.bench.all2all import launch, plan
-session = launch.Session(Path({str(tmp_path)!r}), plan.Options(device="cpu", world=2), 1)
-print(session.processes[0].pid, flush=True)
-time.sleep(600)
-"""
-    command = [sys.executable, "-c", code]
-    with subprocess.Popen(command, env=launch.environment(), stdout=subprocess.PIPE, text=True) as launcher:
-        assert launcher.stdout is not None
-        worker = int(launcher.stdout.readline())
-        end = time.monotonic() + 30
-        # It waits for a rank that does not come.
-        while not (tmp_path / "at-0-1-0.json").exists() and time.monotonic() < end:
-            time.sleep(0.01)
-        assert Path(f"/proc/{worker}").exists()
-        launcher.kill()
-    assert gone(worker)
 
 
 def fake_run(monkeypatch: pytest.MonkeyPatch, fault: str = "", **options: Any) -> tuple[Results, Told]:

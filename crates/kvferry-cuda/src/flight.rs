@@ -12,7 +12,7 @@ use crate::capture::RelaxedCapture;
 use crate::context::ContextGuard;
 use crate::deferred::{self, Flying};
 use crate::error::{CudaError, Result};
-use crate::gpu::{Capture, Event, Gpu, StreamHandle};
+use crate::gpu::{Capture, Event, Gpu, StreamHandle, capture_of};
 use crate::raw::{self, CUstream};
 
 /// Owners of memory that device work uses, kept until that work is done.
@@ -231,19 +231,8 @@ impl Flight {
         if stream.is_legacy() {
             return Err(CudaError::NotCapturing { stream: stream.raw() });
         }
-        let (mut status, mut id, mut graph) = (0, 0, std::ptr::null_mut());
-        // SAFETY: the three are live and of the driver's types; dependencies are not asked for.
-        unsafe {
-            raw::cuStreamGetCaptureInfo_v2(
-                handle,
-                &mut status,
-                &mut id,
-                &mut graph,
-                std::ptr::null_mut(),
-                std::ptr::null_mut(),
-            )
-        }?;
-        if Capture::from_driver(status) != Capture::Active {
+        let (capture, _, graph) = capture_of(handle)?;
+        if capture != Capture::Active {
             return Err(CudaError::NotCapturing { stream: stream.raw() });
         }
         let owners = mem::take(&mut self.cargo.owners);

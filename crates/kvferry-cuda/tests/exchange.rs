@@ -250,13 +250,10 @@ fn owners_are_kept_until_the_device_is_done_unless_they_free_in_stream_order() {
     let keep = |gpu: &Arc<Gpu>, grave: &Graveyard, ordered: bool| {
         let buffer = device(gpu, &pattern(1000, 1));
         let (addr, owner) = (buffer.addr(), Arc::new((buffer, grave.token())));
-        if ordered {
-            // SAFETY: the buffer is the owner's, and the test waits for the stream before it lets go of it.
-            unsafe { DeviceRegion::from_stream_ordered(addr, 1000, gpu.ordinal(), owner) }
-        } else {
-            // SAFETY: the buffer is the owner's.
-            unsafe { DeviceRegion::from_raw(addr, 1000, gpu.ordinal(), owner) }
-        }
+        // SAFETY: the buffer is the owner's.
+        let region = unsafe { DeviceRegion::from_raw(addr, 1000, gpu.ordinal(), owner) };
+        // SAFETY: the test waits for the stream before the owner lets go of the buffer.
+        if ordered { unsafe { region.in_stream_order() } } else { region }
     };
     for ordered in [false, true] {
         let grave = Graveyard::default();

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import kvferry as kf
+from kvferry.cli import _bench_common
 
 if TYPE_CHECKING:
     from kvferry.bench.all2all.results import Measured, Results
@@ -52,7 +52,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--budget",
-        type=_seconds,
+        type=_bench_common.seconds,
         default=None,
         metavar="SECONDS",
         help=f"for all; cells that come too late are not measured (default: {BUDGET_S:g}; --full: none)",
@@ -98,19 +98,7 @@ def run(arguments: argparse.Namespace, machine: dict[str, Any]) -> int:
     print()
     print("\n".join(report.summary(results)))
     print(f"{time.monotonic() - start:.0f} s in all")
-    try:
-        if arguments.json:
-            arguments.json.write_text(report.as_text(report.as_json(results) | {"machine": machine}))
-        if arguments.csv:
-            arguments.csv.write_text(report.as_csv(results))
-        if arguments.md:
-            arguments.md.write_text(markdown.render(results))
-        if arguments.png:
-            markdown.plot(results, str(arguments.png))
-    except OSError as error:
-        print(f"kvferry bench: {error}", file=sys.stderr)
-        return 2
-    return 0 if results.good else 1
+    return _bench_common.write(arguments, results, report, markdown, machine)
 
 
 class _Lines:
@@ -168,31 +156,17 @@ def _count() -> int:
     # A simulated driver's memory cannot be torch's.
     if os.environ.get("KVFERRY_FAKE_DEVICES"):
         return 0
-    try:
-        return len(kf.devices())
-    except kf.CudaError:
-        return 0
+    return _bench_common.gpus()
 
 
 def _groups(text: str) -> tuple[str, ...]:
     from kvferry.bench.all2all.plan import GROUPS  # noqa: PLC0415 - it needs NumPy
 
-    names = tuple(text.split(","))
-    unknown = [name for name in names if name not in GROUPS]
-    if unknown:
-        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is not one of {', '.join(GROUPS)}")
-    return names
+    return _bench_common.names(text, GROUPS)
 
 
 def _ranks(text: str) -> int:
     value = int(text)
     if not 1 <= value <= 16:
         raise argparse.ArgumentTypeError(f"{value} is not between 1 and 16")
-    return value
-
-
-def _seconds(text: str) -> float:
-    value = float(text)
-    if value <= 0:
-        raise argparse.ArgumentTypeError(f"{text} is not a time to spend")
     return value

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import kvferry as kf
+from kvferry.cli import _bench_common
 
 if TYPE_CHECKING:
     from kvferry.bench.gpu.transfer import Results
@@ -57,7 +58,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--budget",
-        type=_seconds,
+        type=_bench_common.seconds,
         metavar="SECONDS",
         help="time for the core table: drops calls, never cells (default: none; it takes about 4 minutes)",
     )
@@ -73,7 +74,7 @@ def ordinal(arguments: argparse.Namespace) -> int | None:
         return None
     if arguments.device != "auto":
         return int(arguments.device)
-    return 0 if _count() else None
+    return 0 if _bench_common.gpus() else None
 
 
 def run(arguments: argparse.Namespace, device: int, machine: dict[str, Any]) -> int:
@@ -108,19 +109,7 @@ def run(arguments: argparse.Namespace, device: int, machine: dict[str, Any]) -> 
     print()
     print("\n".join(_short(report.summary(results))))
     print(f"{time.monotonic() - start:.0f} s in all")
-    try:
-        if arguments.json:
-            arguments.json.write_text(report.as_text(report.as_json(results) | {"machine": machine}))
-        if arguments.csv:
-            arguments.csv.write_text(report.as_csv(results))
-        if arguments.md:
-            arguments.md.write_text(markdown.render(results))
-        if arguments.png:
-            markdown.plot(results, str(arguments.png))
-    except OSError as error:
-        print(f"kvferry bench: {error}", file=sys.stderr)
-        return 2
-    return 0 if results.good else 1
+    return _bench_common.write(arguments, results, report, markdown, machine)
 
 
 class _Lines:
@@ -164,19 +153,12 @@ def _short(lines: list[str], most: int = 60) -> list[str]:
     return [*lines[:half], f"... {len(lines) - most} more in --json and --md ...", *lines[-half:]]
 
 
-def _count() -> int:
-    try:
-        return len(kf.devices())
-    except kf.CudaError:
-        return 0
-
-
 def _other(asked: str, device: int) -> int | None:
     if asked == "none":
         return None
     if asked != "auto":
         return int(asked)
-    return next((number for number in range(_count()) if number != device), None)
+    return next((number for number in range(_bench_common.gpus()) if number != device), None)
 
 
 def _device(text: str) -> str:
@@ -192,15 +174,4 @@ def _peer(text: str) -> str:
 
 
 def _sections(text: str) -> tuple[str, ...]:
-    names = tuple(text.split(","))
-    unknown = [name for name in names if name not in SECTIONS]
-    if unknown:
-        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is not one of {', '.join(SECTIONS)}")
-    return names
-
-
-def _seconds(text: str) -> float:
-    value = float(text)
-    if value <= 0:
-        raise argparse.ArgumentTypeError(f"{text} is not a time to spend")
-    return value
+    return _bench_common.names(text, SECTIONS)

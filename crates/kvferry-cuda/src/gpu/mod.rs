@@ -13,6 +13,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 pub use event::{Event, EventHandle};
 pub use graph::Graph;
+pub(crate) use stream::capture_of;
 pub use stream::{Capture, Stream, StreamHandle};
 
 use crate::capture::RelaxedCapture;

@@ -8,7 +8,7 @@ use crate::capture::RelaxedCapture;
 use crate::context::ContextGuard;
 use crate::driver::Driver;
 use crate::error::{CudaError, Result};
-use crate::raw::{self, CUstream};
+use crate::raw::{self, CUgraph, CUstream};
 
 /// `CUDA_ERROR_STREAM_CAPTURE_IMPLICIT`.
 const CAPTURE_IMPLICIT: i32 = 906;
@@ -81,6 +81,24 @@ impl StreamHandle {
     pub(crate) fn as_driver(self) -> CUstream {
         std::ptr::with_exposed_provenance_mut(self.raw as usize)
     }
+}
+
+/// What a stream of the current context captures: the state, the capture's number and its graph.
+pub(crate) fn capture_of(handle: CUstream) -> Result<(Capture, u64, CUgraph)> {
+    let (mut status, mut id, mut graph) = (0, 0, std::ptr::null_mut());
+    // SAFETY: the three are live and of the driver's types; dependencies are not asked for. Callers got the handle from
+    // `usable` or `own_stream`, with its context current.
+    unsafe {
+        raw::cuStreamGetCaptureInfo_v2(
+            handle,
+            &mut status,
+            &mut id,
+            &mut graph,
+            std::ptr::null_mut(),
+            std::ptr::null_mut(),
+        )
+    }?;
+    Ok((Capture::from_driver(status), id, graph))
 }
 
 impl PartialEq for StreamHandle {
@@ -224,19 +242,8 @@ impl Gpu {
             Capture::Active => {}
         }
         let handle = self.usable(cx, stream)?;
-        let (mut status, mut id, mut graph) = (0, 0, std::ptr::null_mut());
-        // SAFETY: the three are live and of the driver's types; dependencies are not asked for.
-        unsafe {
-            raw::cuStreamGetCaptureInfo_v2(
-                handle,
-                &mut status,
-                &mut id,
-                &mut graph,
-                std::ptr::null_mut(),
-                std::ptr::null_mut(),
-            )
-        }?;
-        Ok((Capture::from_driver(status) == Capture::Active).then_some(id))
+        let (capture, id, _) = capture_of(handle)?;
+        Ok((capture == Capture::Active).then_some(id))
     }
 
     /// The device that `stream` belongs to. The implicit streams belong to this one.

@@ -36,21 +36,12 @@ impl DeviceRegion {
         DeviceRegion { addr, len, ordinal, writable: true, stream_ordered: false, owner }
     }
 
-    /// A region that its owner frees in stream order, such as a tensor of torch's caching allocator: whatever was on the
-    /// stream before the owner let go still finds the memory. Calls that say so do not hold such an owner until their
+    /// The same region, of an owner that frees in stream order, such as a tensor of torch's caching allocator: whatever was on
+    /// the stream before the owner let go still finds the memory. Calls that say so do not hold such an owner until their
     /// work is done, so that they do not keep memory from being used again.
     ///
     /// # Safety
-    /// As [`from_raw`](Self::from_raw), where the life of `owner` is to be read in the order of every stream that the
-    /// region is used on.
-    pub unsafe fn from_stream_ordered(addr: u64, len: u64, ordinal: u32, owner: Owner) -> DeviceRegion {
-        DeviceRegion { addr, len, ordinal, writable: true, stream_ordered: true, owner }
-    }
-
-    /// The same region, its owner's life to be read in stream order.
-    ///
-    /// # Safety
-    /// As [`from_stream_ordered`](Self::from_stream_ordered).
+    /// The life of `owner` is to be read in the order of every stream that the region is used on.
     pub unsafe fn in_stream_order(mut self) -> DeviceRegion {
         self.stream_ordered = true;
         self

@@ -16,9 +16,10 @@ import kvferry as kf
 from kvferry.bench.all2all import bars, plan, recovery
 from kvferry.bench.all2all.launch import Collector, Session
 from kvferry.bench.all2all.results import Measured, Results
+from kvferry.bench.sections import timed
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from kvferry.bench.all2all.plan import Options
 
@@ -52,14 +53,14 @@ def run(options: Options, listener: Listener, command: Sequence[str] = ()) -> Re
         if "recovery" in options.only and options.world >= 2:
             # Started early, as its libraries take a while to load; it waits for its turn.
             sick = Session(root / "recovery", options, recovery.MEMBERS, "recovery", command)
-        with _timed(results, listener, "exchanges"):
+        with timed(results, listener, "exchanges"):
             timely = _with_deadline(options, start)
             _measure(root / "ranks", timely, results, results.measured, how)
         if sick is not None:
-            with _timed(results, listener, "recovery"):
+            with timed(results, listener, "recovery"):
                 _recover(sick, results, listener)
         if options.device == "gpu" and "cpu" in options.only and options.selection != "quick":
-            with _timed(results, listener, "CPU backend"):
+            with timed(results, listener, "CPU backend"):
                 only = ("bandwidth",) if options.selection == "default" else plan.GROUPS
                 on_cpu = replace(options, device="cpu", world=2, only=only, deadline=time.monotonic() + CPU_S)
                 _measure(root / "cpu", on_cpu, results, results.cpu, how)
@@ -125,16 +126,6 @@ def _recover(session: Session, results: Results, listener: Listener) -> None:
     if results.recovery.get("why"):
         listener.note(f"{results.recovery['why']}\n{session.log()}")
     session.kill()
-
-
-@contextlib.contextmanager
-def _timed(results: Results, listener: Listener, name: str) -> Iterator[None]:
-    listener.section(name)
-    start = time.monotonic()
-    try:
-        yield
-    finally:
-        results.seconds[name] = round(time.monotonic() - start, 1)
 
 
 def describe(options: Options) -> dict[str, Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform
 import time
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -15,10 +14,9 @@ from kvferry.bench.gpu.bar import Bar, Scene
 from kvferry.bench.gpu.core import Table
 from kvferry.bench.gpu.measure import Effort
 from kvferry.bench.gpu.place import Place
+from kvferry.bench.sections import timed
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from kvferry.bench.gpu.ceilings import Ceiling
     from kvferry.bench.gpu.cells import Direction
     from kvferry.bench.gpu.measure import CellResult
@@ -83,7 +81,7 @@ class Listener(Protocol):
 def run(options: Options, listener: Listener) -> Results:
     """Measures everything asked for."""
     results = Results(facts=describe(options))
-    with _timed(results, listener, "memory"):
+    with timed(results, listener, "memory"):
         peer = options.peer
         if peer is not None and not driver.join_peers(options.device, peer):
             results.notes.append(f"GPU {options.device} cannot reach GPU {peer}: no p2p")
@@ -95,7 +93,7 @@ def run(options: Options, listener: Listener) -> Results:
     contexts = core.Contexts()
     try:
         if "core" in options.sections:
-            with _timed(results, listener, "core"):
+            with timed(results, listener, "core"):
                 _core(options, results, place, contexts, listener)
         scene = Scene(
             place=place,
@@ -109,10 +107,10 @@ def run(options: Options, listener: Listener) -> Results:
             wrong=results.wrong,
         )
         if "bars" in options.sections:
-            with _timed(results, listener, "bars"):
+            with timed(results, listener, "bars"):
                 results.bars = bars.run(scene, listener.group)
         if "extra" in options.sections:
-            with _timed(results, listener, "extra"):
+            with timed(results, listener, "extra"):
                 results.extra = extra.run(scene, listener.row)
     finally:
         contexts.close()
@@ -137,16 +135,6 @@ def _core(
         ceiling_bytes=options.payload_bytes,
         progress=listener.cell,
     )
-
-
-@contextmanager
-def _timed(results: Results, listener: Listener, name: str) -> Iterator[None]:
-    listener.section(name)
-    start = time.monotonic()
-    try:
-        yield
-    finally:
-        results.seconds[name] = round(time.monotonic() - start, 1)
 
 
 def describe(options: Options) -> dict[str, Any]:

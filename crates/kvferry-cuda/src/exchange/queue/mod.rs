@@ -67,7 +67,7 @@ struct Trip {
 /// What puts the calls of one rank on streams. A call waits for the one before it, on whatever stream that was, and holds
 /// what its kernels use until they are done; in a graph, as long as the graph lives.
 ///
-/// Inputs from [`DeviceRegion::from_stream_ordered`] are not held beyond the call.
+/// Inputs that are [`in_stream_order`](DeviceRegion::in_stream_order) are not held beyond the call.
 pub struct ExchangeQueue {
     link: Arc<ExchangeLink>,
     buffer: ExchangeParamBuffer,
