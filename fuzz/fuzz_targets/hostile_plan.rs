@@ -248,7 +248,7 @@ fn regions(u: &mut Unstructured<'_>, layout: &Layout) -> Result<Vec<RegionSpan>>
 /// Last byte of every run in bounds, in wider arithmetic.
 fn bounded(plan: &CopyPlan, src: &Layout, dst: &Layout) {
     for segment in plan.segments() {
-        let (run, loops) = plan.shape(segment);
+        let (run, loops) = plan.shape(&segment);
         let total: u128 = loops.iter().map(|l| u128::from(l.count)).product();
         assert_eq!(
             total * u128::from(run),

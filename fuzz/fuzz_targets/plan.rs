@@ -136,7 +136,7 @@ fn executed(case: &Case, plan: &CopyPlan, layers: &Range<u64>, heads: &Range<u64
     for segment in plan.segments() {
         assert_eq!(segment.before, before);
         before += segment.count;
-        let (_, loops) = plan.shape(segment);
+        let (_, loops) = plan.shape(&segment);
         assert!(loops.iter().is_sorted_by_key(|l| l.within_regions()));
         assert!(loops.iter().all(|l| l.count > 1));
     }

@@ -43,8 +43,10 @@ const MAX_PROBES: usize = 64;
 /// [`PlanError::BlockId`] or [`PlanError::DuplicateDestination`], with positions.
 pub fn check_ids(side: Side, ids: &[BlockId], num_blocks: u64) -> Result<(), PlanError> {
     let beyond = |&BlockId(id): &BlockId| u64::from(id) >= num_blocks;
-    // The largest first: that is a few ids per instruction, where looking for the first bad one is not.
-    if ids.iter().max().is_some_and(beyond)
+    // The largest first: as plain integers that is a few ids per instruction, where looking for the first bad one is not.
+    let largest = ids.iter().fold(0, |largest: u32, id| largest.max(id.0));
+    if !ids.is_empty()
+        && beyond(&BlockId(largest))
         && let Some(index) = ids.iter().position(beyond)
     {
         return Err(PlanError::BlockId { side, index, value: ids[index].0.into(), limit: num_blocks });
@@ -69,15 +71,20 @@ fn given_twice(ids: &[BlockId], num_blocks: u64) -> Option<usize> {
     if ids.len() <= FEW {
         return (1..ids.len()).find(|&second| ids[..second].contains(&ids[second]));
     }
-    let bitmap_bytes = num_blocks.min(1 << 32).div_ceil(64) * 8;
-    if bitmap_bytes <= SMALL_BITMAP.max(BITMAP_BYTES_PER_ID * ids.len() as u64) {
-        return twice_in_bitmap(ids, (bitmap_bytes / 8) as usize);
+    if let Some(words) = bitmap_words(ids.len(), num_blocks) {
+        return twice_in_bitmap(ids, words);
     }
     // No layout has as many blocks as there are ids, and the table has no entry for the last.
     if num_blocks > u64::from(u32::MAX) {
         return twice_when_sorted(ids);
     }
     twice_in_table(ids).unwrap_or_else(|Crowded| twice_when_sorted(ids))
+}
+
+/// Words of a bitmap of all blocks, if that is worth it for so many ids.
+pub(crate) fn bitmap_words(ids: usize, num_blocks: u64) -> Option<usize> {
+    let bytes = num_blocks.min(1 << 32).div_ceil(64) * 8;
+    (bytes <= SMALL_BITMAP.max(BITMAP_BYTES_PER_ID * ids as u64)).then_some((bytes / 8) as usize)
 }
 
 fn twice_in_bitmap(ids: &[BlockId], words: usize) -> Option<usize> {

@@ -26,6 +26,7 @@ mod overlap;
 mod pair;
 mod pattern;
 mod payload;
+mod plain;
 mod plan;
 mod rows;
 mod view;

@@ -109,7 +109,7 @@ fn intervals(plan: &CopyPlan, src: &[RegionSpan], dst: &[RegionSpan]) -> Result<
     let reach = |stride: fn(&Loop) -> u64| inner.iter().map(|l| (l.count - 1) * stride(l)).sum::<u64>();
     let (src_reach, dst_reach) = (reach(|l| l.src_stride), reach(|l| l.dst_stride));
     let mut out = Vec::new();
-    for &segment in plan.segments() {
+    for segment in plan.segments() {
         // Joined blocks follow one another run by run.
         let run = pair.run_bytes().saturating_mul(segment.count.into());
         let (at_src, at_dst) = (pair.src_place(segment.src), pair.dst_place(segment.dst));
@@ -177,7 +177,7 @@ fn address(regions: &[RegionSpan], place: Place, side: Side) -> Result<u64, Plan
 
 fn same_memory(plan: &CopyPlan, bases: &[RegionSpan]) -> Result<(), PlanError> {
     // Segments are id intervals, disjoint among the destinations: sort those and look every source up.
-    let mut written: Vec<(u32, u32)> = plan.segments().iter().map(|s| (s.dst, s.count)).collect();
+    let mut written: Vec<(u32, u32)> = plan.segments().map(|s| (s.dst, s.count)).collect();
     written.sort_unstable();
     for segment in plan.segments() {
         let (first, end) = (u64::from(segment.src), u64::from(segment.src) + u64::from(segment.count));

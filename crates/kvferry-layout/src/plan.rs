@@ -5,6 +5,7 @@ use std::sync::Arc;
 use crate::error::{PlanError, Side};
 use crate::ids::{BlockId, check_ids, expand};
 use crate::pair::{Loop, PairPlan};
+use crate::plain::{neighbours, pack_plain, word};
 use crate::view::{Place, View};
 
 /// Blocks that are copied together: `count` blocks from `src` and `dst` up, joined end to end in every run.
@@ -71,9 +72,17 @@ pub struct PlanStats {
 #[derive(Clone, Debug)]
 pub struct CopyPlan {
     pair: Arc<PairPlan>,
-    // Shared by the plans of one transfer's layers.
-    segments: Arc<Vec<Segment>>,
+    segments: Segments,
     blocks: u32,
+}
+
+/// Shared by the plans of one transfer's layers.
+#[derive(Clone, Debug)]
+enum Segments {
+    /// No two blocks join: the id pairs as [`CopyPlan::pack`] writes them. Long lists are mostly such, and memory is what
+    /// they cost.
+    Single(Arc<Vec<u64>>),
+    Joined(Arc<Vec<Segment>>),
 }
 
 impl CopyPlan {
@@ -98,6 +107,12 @@ impl CopyPlan {
                 dst_page: page * dst_parts,
             });
         }
+        if src_parts == 1
+            && dst_parts == 1
+            && let Some(plain) = pack_plain(src, dst, [src_blocks, dst_blocks])
+        {
+            return Ok(CopyPlan { pair, segments: Segments::Single(Arc::new(plain)), blocks: pairs as u32 });
+        }
         check_ids(Side::Source, src, src_blocks)?;
         check_ids(Side::Destination, dst, dst_blocks)?;
         let (fine_src, fine_dst);
@@ -107,7 +122,7 @@ impl CopyPlan {
             (fine_src, fine_dst) = (expand(src, src_parts), expand(dst, dst_parts));
             (&fine_src[..], &fine_dst[..])
         };
-        let segments = Arc::new(join(&pair, src, dst));
+        let segments = join(&pair, src, dst);
         Ok(CopyPlan { pair, segments, blocks: pairs as u32 })
     }
 
@@ -126,10 +141,11 @@ impl CopyPlan {
             self.segments.clone()
         } else {
             let each = |first: fn(&Segment) -> u32| {
-                let ids = move |s: &Segment| (first(s)..first(s) + s.count).map(BlockId);
-                self.segments.iter().flat_map(ids).collect::<Vec<_>>()
+                self.segments()
+                    .flat_map(|s| (first(&s)..first(&s) + s.count).map(BlockId))
+                    .collect::<Vec<_>>()
             };
-            Arc::new(join(&pair, &each(|s| s.src), &each(|s| s.dst)))
+            join(&pair, &each(|s| s.src), &each(|s| s.dst))
         };
         Some(CopyPlan { pair, segments, blocks: self.blocks })
     }
@@ -139,14 +155,75 @@ impl CopyPlan {
         &self.pair
     }
 
+    /// Segments there are.
+    pub fn num_segments(&self) -> usize {
+        match &self.segments {
+            Segments::Single(pairs) => pairs.len(),
+            Segments::Joined(segments) => segments.len(),
+        }
+    }
+
+    /// Segment `index`, which is below [`num_segments`](Self::num_segments).
+    pub fn segment(&self, index: usize) -> Segment {
+        match &self.segments {
+            Segments::Single(pairs) => {
+                let pair = pairs[index];
+                Segment { src: pair as u32, dst: (pair >> 32) as u32, count: 1, before: index as u32 }
+            }
+            Segments::Joined(segments) => segments[index],
+        }
+    }
+
+    /// The index of the segment that block `block` of the list is in; [`num_segments`](Self::num_segments) beyond the
+    /// last block.
+    pub fn segment_of(&self, block: u32) -> usize {
+        match &self.segments {
+            Segments::Single(pairs) => pairs.len().min(block as usize),
+            Segments::Joined(segments) => segments.partition_point(|s| s.before + s.count <= block),
+        }
+    }
+
     /// The joined blocks, in the order of the ids.
-    pub fn segments(&self) -> &[Segment] {
-        &self.segments
+    pub fn segments(&self) -> impl ExactSizeIterator<Item = Segment> + '_ {
+        (0..self.num_segments()).map(|index| self.segment(index))
     }
 
     /// Blocks moved, of the finer page.
     pub const fn blocks(&self) -> u32 {
         self.blocks
+    }
+
+    /// Writes the id pairs of the blocks from `first` on, one a word: the source in the low half, the destination in the
+    /// high half. Words of `out` beyond the last block stay as they are.
+    ///
+    /// ```
+    /// # use std::sync::Arc;
+    /// # use kvferry_layout::{BlockId, CopyPlan, KvOrder, Layout, LayoutConfig, PairPlan, PairRequest};
+    /// # let cfg = LayoutConfig::builder().num_blocks(64).num_layers(2).page_size(16).inner_dim(8).build()?;
+    /// # let fc = Layout::fully_contiguous(cfg, KvOrder::Nhd)?;
+    /// # let pair = Arc::new(PairPlan::new(&fc, &fc, &PairRequest::default())?);
+    /// let plan = CopyPlan::new(pair, &[3, 4, 5, 9].map(BlockId), &[0, 1, 2, 7].map(BlockId))?;
+    /// let mut words = [0; 2];
+    /// plan.pack(2, &mut words);
+    /// assert_eq!(words, [5 | 2 << 32, 9 | 7 << 32]);
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub fn pack(&self, first: u32, out: &mut [u64]) {
+        let segments = match &self.segments {
+            Segments::Single(pairs) => {
+                let left = pairs.get(first as usize..).unwrap_or_default();
+                let len = left.len().min(out.len());
+                return out[..len].copy_from_slice(&left[..len]);
+            }
+            Segments::Joined(segments) => segments,
+        };
+        let mut out = out.iter_mut();
+        for s in &segments[self.segment_of(first)..] {
+            for skip in first.saturating_sub(s.before)..s.count {
+                let Some(out) = out.next() else { return };
+                *out = word(s.src + skip, s.dst + skip);
+            }
+        }
     }
 
     /// Bytes moved.
@@ -165,8 +242,8 @@ impl CopyPlan {
 
     /// Every run, segment by segment, inner loops fastest.
     pub fn runs(&self) -> impl Iterator<Item = Run> + '_ {
-        self.segments.iter().flat_map(move |segment| {
-            let (bytes, loops) = self.shape(segment);
+        self.segments().flat_map(move |segment| {
+            let (bytes, loops) = self.shape(&segment);
             let (src, dst) = (self.pair.src_place(segment.src), self.pair.dst_place(segment.dst));
             let total: u64 = loops.iter().map(|l| l.count).product();
             (0..total).map(move |index| {
@@ -186,8 +263,8 @@ impl CopyPlan {
             shortest_run: if self.blocks == 0 { 0 } else { u64::MAX },
             longest_run: 0,
         };
-        for segment in self.segments.iter() {
-            let (run, loops) = self.shape(segment);
+        for segment in self.segments() {
+            let (run, loops) = self.shape(&segment);
             stats.runs += loops.iter().map(|l| l.count).product::<u64>();
             stats.shortest_run = stats.shortest_run.min(run);
             stats.longest_run = stats.longest_run.max(run);
@@ -209,12 +286,17 @@ pub fn step(loops: &[Loop], mut index: u64, mut src: Place, mut dst: Place) -> (
     (src, dst)
 }
 
-fn join(pair: &PairPlan, src: &[BlockId], dst: &[BlockId]) -> Vec<Segment> {
+fn join(pair: &PairPlan, src: &[BlockId], dst: &[BlockId]) -> Segments {
+    if !neighbours(src, dst) {
+        return Segments::Single(Arc::new(
+            src.iter().zip(dst).map(|(src, dst)| word(src.0, dst.0)).collect(),
+        ));
+    }
     let mut segments: Vec<Segment> = Vec::with_capacity(src.len());
     let mut pairs = src.iter().zip(dst).zip(0u32..);
     let single = |((&BlockId(src), &BlockId(dst)), before)| Segment { src, dst, count: 1, before };
     // The segment that may still grow is kept out of the list, in registers.
-    let Some(mut open) = pairs.next().map(single) else { return segments };
+    let Some(mut open) = pairs.next().map(single) else { return Segments::Joined(Arc::default()) };
     for next in pairs {
         let next = single(next);
         let (s, d) = (next.src, next.dst);
@@ -233,5 +315,5 @@ fn join(pair: &PairPlan, src: &[BlockId], dst: &[BlockId]) -> Vec<Segment> {
         open = next;
     }
     segments.push(open);
-    segments
+    Segments::Joined(Arc::new(segments))
 }

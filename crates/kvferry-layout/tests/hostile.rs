@@ -39,7 +39,7 @@ fn huge(seed: u64, bits: u64, dtype: Dtype, align: u64) -> Option<LayoutConfig> 
 
 fn in_bounds(plan: &CopyPlan, src: &Layout, dst: &Layout) {
     for segment in plan.segments() {
-        let (run, loops) = plan.shape(segment);
+        let (run, loops) = plan.shape(&segment);
         let (mut s, mut d) = (plan.pair().src_place(segment.src), plan.pair().dst_place(segment.dst));
         for l in loops.iter() {
             s.region += (l.count - 1) * l.src_region;

@@ -74,7 +74,7 @@ fn counts(plan: &CopyPlan, case: &Case) {
     assert_eq!(stats.longest_run, runs.iter().copied().max().unwrap_or(0));
     assert!(stats.elementary_runs >= stats.runs);
     assert_eq!(stats.blocks, u64::from(plan.blocks()));
-    assert_eq!(plan.blocks(), plan.segments().iter().map(|s| s.count).sum::<u32>());
+    assert_eq!(plan.blocks(), plan.segments().map(|s| s.count).sum::<u32>());
     let mut before = 0;
     for segment in plan.segments() {
         assert_eq!(segment.before, before);

@@ -44,7 +44,7 @@ fn check(case: &Case, side: Side, group: usize) -> Result<(), TestCaseError> {
     prop_assert!(near.run_bytes() >= pair.run_bytes());
     let (first, second) = (Arc::new(first), Arc::new(second));
     let each = |start: fn(&kvferry_layout::Segment) -> u32| -> Vec<BlockId> {
-        plan.segments().iter().flat_map(|s| (start(s)..start(s) + s.count).map(BlockId)).collect()
+        plan.segments().flat_map(|s| (start(&s)..start(&s) + s.count).map(BlockId)).collect()
     };
     let (src_ids, dst_ids) = (each(|s| s.src), each(|s| s.dst));
     let mut stage = vec![vec![0xEE; stage_bytes as usize]];

@@ -137,7 +137,7 @@ impl fmt::Display for TransferPlan {
             format!("{} to {} bytes", stats.shortest_run, stats.longest_run)
         };
         writeln!(f, "runs: {} copies merged into {}, {lengths}", stats.elementary_runs, stats.runs)?;
-        writeln!(f, "  {}", why(pair, self.plan.segments().len() as u64, stats.blocks))?;
+        writeln!(f, "  {}", why(pair, self.plan.num_segments() as u64, stats.blocks))?;
         for l in pair.loops() {
             let across = if l.within_regions() { "" } else { ", across regions" };
             writeln!(

@@ -309,7 +309,7 @@ pub(crate) fn owner_of(gpu: &Gpu, cx: &ContextGuard<'_>, stream: StreamHandle) -
 pub(super) fn destinations(plan: &CopyPlan) -> Vec<u32> {
     let (_, parts) = plan.pair().parts();
     let parts = u32::try_from(parts).unwrap_or(u32::MAX);
-    plan.segments().iter().flat_map(|s| (s.dst..s.dst + s.count).map(move |id| id / parts)).collect()
+    plan.segments().flat_map(|s| (s.dst..s.dst + s.count).map(move |id| id / parts)).collect()
 }
 
 /// An admitted job that has failed before it was put on a stream.

@@ -46,24 +46,22 @@ impl Work {
     }
 
     fn dst_id(&self, block: u32) -> u32 {
-        let segments = self.plan.segments();
-        let at = segments.partition_point(|s| s.before + s.count <= block);
+        let segment = self.plan.segment(self.plan.segment_of(block));
         let (_, parts) = self.plan.pair().parts();
         // At most 2^32 parts make a block; one id of all is 0.
-        u32::try_from(u64::from(segments[at].dst + (block - segments[at].before)) / parts).unwrap_or_default()
+        u32::try_from(u64::from(segment.dst + (block - segment.before)) / parts).unwrap_or_default()
     }
 
     /// Blocks `first..end`, in joined pieces.
     fn blocks(&self, copier: &mut Copier, first: u32, end: u32) -> Result<()> {
         let pair = self.plan.pair();
-        let segments = self.plan.segments();
         let (outer, inner) = pair.split_loops();
         // Neighbours in the list are mostly joined alike: one nest serves them all.
         let (mut joined, mut lowered) = (1, nest(pair.run_bytes(), inner)?);
-        let mut at = segments.partition_point(|s| s.before + s.count <= first);
+        let mut at = self.plan.segment_of(first);
         let mut block = first;
         while block < end {
-            let segment = &segments[at];
+            let segment = self.plan.segment(at);
             let skip = block - segment.before;
             let stop = end.min(segment.before + segment.count);
             if stop - block != joined {
@@ -80,10 +78,9 @@ impl Work {
     /// Units `first..end` of one block, whose runs may be cut into equal pieces (the last one shorter).
     fn units(&self, copier: &mut Copier, block: u32, first: u64, end: u64) -> Result<()> {
         let pair = self.plan.pair();
-        let segments = self.plan.segments();
-        let at = segments.partition_point(|s| s.before + s.count <= block);
-        let skip = block - segments[at].before;
-        let (src, dst) = (pair.src_place(segments[at].src + skip), pair.dst_place(segments[at].dst + skip));
+        let segment = self.plan.segment(self.plan.segment_of(block));
+        let skip = block - segment.before;
+        let (src, dst) = (pair.src_place(segment.src + skip), pair.dst_place(segment.dst + skip));
         let (outer, inner) = pair.split_loops();
         let (per_run, unit) = (self.split.units_per_run(), self.split.unit_bytes());
         if per_run == 1 {
