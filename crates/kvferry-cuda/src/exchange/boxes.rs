@@ -88,6 +88,12 @@ fn repeat(one: CopyBox, loops: &[ExchangeLoop], out: &mut Vec<CopyBox>) -> bool 
 }
 
 impl CopyBox {
+    /// Rows at a distance from each other on both sides.
+    pub(super) const fn rows(width: u64, rows: u64, src_pitch: u64, dst_pitch: u64) -> CopyBox {
+        let (src, dst, layers) = (0, 0, 1);
+        CopyBox { src, dst, width, rows, layers, src_pitch, dst_pitch, src_height: rows, dst_height: rows }
+    }
+
     /// Puts the copy on `stream`.
     ///
     /// # Safety

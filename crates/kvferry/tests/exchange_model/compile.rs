@@ -248,13 +248,13 @@ impl<'a> Compiler<'a> {
         self.kernel(call, number, POST | WAIT_HEADERS, 0..1);
         let headers = self.record(call.stream);
         self.kernel(call, number, OWN, own..own + 1);
+        self.emit(self.streams[usize::from(call.stream)], Op::Arrive, number);
         let own = self.record(call.stream);
         self.wait_event(COPIES, headers);
         for &target in &targets {
             self.emit(copies, Op::Copy { target: u8::try_from(target).unwrap() }, number);
         }
         self.wait_event(COPIES, own);
-        self.emit(copies, Op::Arrive, number);
         for &target in &targets {
             self.emit(copies, Op::CopyFlag { target: u8::try_from(target).unwrap() }, number);
         }

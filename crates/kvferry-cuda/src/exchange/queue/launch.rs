@@ -12,7 +12,7 @@ use crate::error::{CudaError, Result};
 use crate::exchange::boxes::CopyBox;
 use crate::exchange::link::ExchangeLink;
 use crate::exchange::route::ExchangeRoute;
-use crate::raw::{self, CUstream};
+use crate::raw::CUstream;
 
 impl ExchangeQueue {
     /// Finds every place at which the copy engine would write inside its pool.
@@ -80,33 +80,37 @@ impl ExchangeQueue {
         let beside = gpu.own_stream(cx, side)?;
         // The own share waits for nobody, and runs beside all the rest. The side stream comes back also after a failure,
         // or a capture that it has joined could not end.
-        let (fork, join) = (gpu.event(cx)?, gpu.event(cx)?);
+        let (fork, open, join) = (gpu.event(cx)?, gpu.event(cx)?, gpu.event(cx)?);
         let template = route.aim(&mut self.buffer, place, hash, true)?;
         fork.record(cx, way.stream)?;
         gpu.wait_event(cx, side, &fork)?;
         let own = enqueue(&link, template.part(ExchangeFlags::OWN), beside);
         let posted = own.and_then(|()| enqueue(&link, template.part(ExchangeFlags::OPEN), way.handle));
         let begun = posted.is_ok();
-        let moved = posted.and_then(|()| self.payload(way, route, places));
+        // The flags are readied after all that may fail the call, headers and own share, and beside the payload: a kernel
+        // between payload and flags would cost 10 us.
+        let staged = posted.and_then(|()| {
+            open.record(cx, way.stream)?;
+            gpu.wait_event(cx, side, &open)?;
+            self.stage(beside, route)
+        });
+        let moved = staged.and_then(|()| self.payload(way, route, places));
         let joined = join.record(cx, side).and_then(|()| gpu.wait_event(cx, way.stream, &join));
-        let closed = moved.and(joined).and_then(|()| self.tell(way, route));
+        let told = moved.and(joined).and_then(|()| self.flags(way));
+        let closed = told.and_then(|()| match route.aimed_copy() {
+            Some(template) => enqueue(&link, template.part(ExchangeFlags::CLOSE), way.handle),
+            None => Ok(()),
+        });
         closed.map_err(|error| ExchangeStopped { error, begun })
     }
 
-    /// What comes after own share and payload.
-    fn tell(&self, way: &ExchangeWay, route: &mut ExchangeRoute) -> Result<()> {
+    /// Readies the words that [`flags`](Self::flags) copies.
+    fn stage(&self, beside: CUstream, route: &ExchangeRoute) -> Result<()> {
         let params = route.arrive();
         let (kernel, geometry) = (Kernel::ExchangeArrive, ExchangeArriveParams::GEOMETRY);
-        // SAFETY: the context is current and the stream one of it (`look`); the struct is that kernel's; it writes the
+        // SAFETY: the context is current and the stream one of it (`own_stream`); the struct is that kernel's; it writes the
         // state only, which the link keeps.
-        unsafe {
-            self.link.gpu().kernels().launch(kernel, geometry, (&raw const params).cast(), way.handle)
-        }?;
-        self.flags(way)?;
-        match route.aimed_copy() {
-            Some(template) => enqueue(&self.link, template.part(ExchangeFlags::CLOSE), way.handle),
-            None => Ok(()),
-        }
+        unsafe { self.link.gpu().kernels().launch(kernel, geometry, (&raw const params).cast(), beside) }
     }
 
     fn payload(&self, way: &ExchangeWay, route: &ExchangeRoute, places: &[u64]) -> Result<()> {
@@ -123,19 +127,18 @@ impl ExchangeQueue {
         Ok(())
     }
 
-    /// Tells every peer of the arrival, by copies behind the payload: both parities' words, of which one says what it
-    /// has said before.
+    /// Tells every peer of the arrival, by copies behind own share and payload: both parities' words, of which one says
+    /// what it has said before.
     fn flags(&self, way: &ExchangeWay) -> Result<()> {
         let rank = self.link.rank();
         let staging = self.link.state() + std::mem::offset_of!(LocalState, staging) as u64;
+        let step = arrival_offset(1, rank) - arrival_offset(0, rank);
+        let words = CopyBox::rows(8, 2, 8 * kvferry_kernels::MAX_RANKS as u64, step);
         for (target, peer) in self.link.table().iter().enumerate().filter(|&(target, _)| target != rank) {
-            for parity in 0..2 {
-                let src = staging + 8 * (parity * kvferry_kernels::MAX_RANKS as u64 + target as u64);
-                let dst = peer.control + arrival_offset(parity, rank);
-                // SAFETY: a word of the state and a word of the peer's control block, both kept by the link; the stream
-                // is one of the current context.
-                unsafe { raw::cuMemcpyAsync(dst, src, 8, way.handle) }?;
-            }
+            let (src, dst) = (staging + 8 * target as u64, peer.control + arrival_offset(0, rank));
+            // SAFETY: two words of the state and two of the peer's control block, both kept by the link; the stream is one
+            // of the current context.
+            unsafe { words.enqueue(src, dst, way.handle) }?;
         }
         Ok(())
     }
