@@ -242,7 +242,7 @@ impl Copier {
 
 impl Drop for Copier {
     fn drop(&mut self) {
-        if self.hint == CopyHint::NonTemporal {
+        if self.hint.streams() {
             fence();
         }
     }
@@ -307,7 +307,7 @@ mod tests {
         let bytes: Vec<u8> = (0..64).collect();
         r.write(0, &bytes).unwrap();
         let mut out = [0; 64];
-        for hint in [CopyHint::Temporal, CopyHint::NonTemporal] {
+        for hint in [CopyHint::Temporal, CopyHint::NonTemporal, CopyHint::Relay] {
             // One run onto itself, three bytes on.
             r.write(0, &bytes).unwrap();
             let run = CopyNest::new(32, &[]).unwrap();

@@ -94,7 +94,7 @@ proptest! {
         (run, loops) in nest_strategy(),
         skew in (0_usize..64, 0_usize..64),
         cuts in prop::collection::vec(any::<prop::sample::Index>(), 0..5),
-        hint in prop::sample::select(vec![CopyHint::Temporal, CopyHint::NonTemporal]),
+        hint in prop::sample::select(vec![CopyHint::Temporal, CopyHint::NonTemporal, CopyHint::Relay]),
     ) {
         let nest = CopyNest::new(run, &loops).unwrap();
         let (src_low, src_high) = nest.src_extent();
@@ -161,7 +161,7 @@ proptest! {
     fn flat_copies_and_fills(
         len in prop_oneof![0_usize..300, 0_usize..70_000],
         skew in (0_usize..80, 0_usize..80),
-        hint in prop::sample::select(vec![CopyHint::Temporal, CopyHint::NonTemporal]),
+        hint in prop::sample::select(vec![CopyHint::Temporal, CopyHint::NonTemporal, CopyHint::Relay]),
         value in any::<u8>(),
     ) {
         let src = source(skew.0 + len);
@@ -185,7 +185,7 @@ fn empty_nests_and_ranges_touch_nothing() {
     let null = (std::ptr::null::<u8>(), std::ptr::null_mut::<u8>());
     let empty = CopyNest::new(8, &[Loop { count: 0, src_stride: 8, dst_stride: 8 }]).unwrap();
     let full = CopyNest::new(8, &[Loop { count: 4, src_stride: 8, dst_stride: 8 }]).unwrap();
-    for hint in [CopyHint::Temporal, CopyHint::NonTemporal] {
+    for hint in [CopyHint::Temporal, CopyHint::NonTemporal, CopyHint::Relay] {
         // SAFETY: a nest without runs accesses nothing.
         unsafe { copy_nest(null.0, null.1, &empty, 0..u64::MAX, hint) };
         // SAFETY: an empty range accesses nothing.

@@ -25,6 +25,16 @@ pub enum CopyHint {
     Temporal,
     /// Streaming stores where the machine has them; the same as `Temporal` elsewhere. Only ever a hint.
     NonTemporal,
+    /// As `NonTemporal`, and what was read leaves the core's own caches for the shared one: for a source that a device
+    /// writes again soon, which is slow while a core still holds it.
+    Relay,
+}
+
+impl CopyHint {
+    /// Whether the destination is written around the caches, which then needs a [`fence`].
+    pub(crate) const fn streams(self) -> bool {
+        matches!(self, CopyHint::NonTemporal | CopyHint::Relay)
+    }
 }
 
 /// Copies `len` bytes from `src` to `dst`.
@@ -41,10 +51,13 @@ pub unsafe fn copy_bytes(src: *const u8, dst: *mut u8, len: usize, hint: CopyHin
     match hint {
         // SAFETY: the caller vouches for both ranges; bytes need no alignment.
         CopyHint::Temporal => unsafe { std::ptr::copy_nonoverlapping(src, dst, len) },
-        CopyHint::NonTemporal => {
+        CopyHint::NonTemporal | CopyHint::Relay => {
             // SAFETY: the caller vouches for both ranges.
             unsafe { stream::copy(src, dst, len) };
             stream::fence();
+            if hint == CopyHint::Relay {
+                stream::demote(src, len);
+            }
         }
     }
 }

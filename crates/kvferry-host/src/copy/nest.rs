@@ -140,7 +140,7 @@ fn widen((low, high): (i64, i64), count: u64, stride: i64) -> Option<(i64, i64)>
 pub unsafe fn copy_nest(src: *const u8, dst: *mut u8, nest: &CopyNest, range: Range<u64>, hint: CopyHint) {
     // SAFETY: the caller's contract, word for word.
     unsafe { copy_nest_unfenced(src, dst, nest, range, hint) };
-    if hint == CopyHint::NonTemporal {
+    if hint.streams() {
         stream::fence();
     }
 }

@@ -16,8 +16,8 @@ pub(super) struct Rows {
 
 impl Rows {
     pub(super) fn choose(run_bytes: usize, hint: CopyHint) -> Rows {
-        if hint == CopyHint::NonTemporal && run_bytes >= MIN_STREAM_RUN {
-            return Rows { copy: streamed };
+        if hint.streams() && run_bytes >= MIN_STREAM_RUN {
+            return Rows { copy: if hint == CopyHint::Relay { relayed } else { streamed } };
         }
         let copy: RowFn = match run_bytes {
             1 => fixed::<1>,
@@ -96,6 +96,17 @@ unsafe fn moved(mut src: *const u8, mut dst: *mut u8, runs: u64, step: &Loop, ru
     for _ in 0..runs {
         // SAFETY: the caller vouches for both ranges of every run; they may overlap, and bytes need no alignment.
         unsafe { std::ptr::copy(src, dst, run_bytes) };
+        src = src.wrapping_offset(step.src_stride as isize);
+        dst = dst.wrapping_offset(step.dst_stride as isize);
+    }
+}
+
+/// [`streamed`], and the source leaves the core's own caches.
+unsafe fn relayed(mut src: *const u8, mut dst: *mut u8, runs: u64, step: &Loop, run_bytes: usize) {
+    for _ in 0..runs {
+        // SAFETY: the caller vouches for both ranges of every run.
+        unsafe { stream::copy(src, dst, run_bytes) };
+        stream::demote(src, run_bytes);
         src = src.wrapping_offset(step.src_stride as isize);
         dst = dst.wrapping_offset(step.dst_stride as isize);
     }
