@@ -7,8 +7,8 @@ use std::sync::Arc;
 
 use common::{Gate, Graph, device, gpu_with_kernels, memory, pattern, pinned, read, read_host, region};
 use kvferry_cuda::{
-    BadId, BadIdReport, CudaError, DeviceBuffer, DeviceIds, Flight, Gpu, GpuMemory, PairRing, Side, Stream,
-    StridedCopy, StridedLoop, StridedShape, StridedSide, Walk,
+    BadId, BadIdReport, CudaError, DeviceBuffer, DeviceIds, Flight, Gpu, GpuMemory, PairRing, PairTable,
+    Side, Stream, StridedCopy, StridedLoop, StridedShape, StridedSide, Walk,
 };
 
 /// A side with one region per layer, `blocks` blocks of `block` bytes in each.
@@ -73,6 +73,11 @@ fn oracle(shape: &StridedShape, pairs: &[(u64, u64)], src: &[Vec<u8>], dst: &mut
     }
 }
 
+/// A filled table of a ring that has room.
+fn filled(ring: &Arc<PairRing>, pairs: &[u64]) -> PairTable {
+    ring.lease(pairs.len()).unwrap().unwrap().fill(|room| room.copy_from_slice(pairs))
+}
+
 fn pack(pairs: &[(u64, u64)]) -> Vec<u64> {
     pairs.iter().map(|&(src, dst)| src | dst << 32).collect()
 }
@@ -120,7 +125,7 @@ fn every_way_to_hand_over_ids_copies_the_same_bytes() {
             match way {
                 "inline" => copy.launch(&cx, at, &packed, 16, &mut flight).unwrap(),
                 "ring" => {
-                    let table = ring.lease(&packed).unwrap().unwrap();
+                    let table = filled(&ring, &packed);
                     copy.launch_table(&cx, at, &table, 16, &mut flight).unwrap();
                 }
                 "own table" => {
@@ -211,15 +216,15 @@ fn what_leaves_its_memory_is_refused_before_anything_runs() {
     let refused = Err(CudaError::BlockId { side: Side::Destination, index: 1, value: 4, limit: 4 });
     assert_eq!(copy.launch(&cx, at, &bad, 4, &mut flight), refused);
     let ring = PairRing::new(&gpu, 8, 1, 1).unwrap();
-    let table = ring.lease(&bad).unwrap().unwrap();
+    let table = filled(&ring, &bad);
     assert_eq!(copy.launch_table(&cx, at, &table, 4, &mut flight), refused);
-    assert!(ring.lease(&[0]).unwrap().is_none(), "the ring is at its cap");
+    assert!(ring.lease(1).unwrap().is_none(), "the ring is at its cap");
     let limit = copy.inline_pairs();
-    assert!((3000..4096).contains(&limit), "{limit}");
+    assert_eq!(limit, kvferry_kernels::MOST_INLINE_PAIRS);
     let many = vec![0; limit + 1];
     let too_many = CudaError::TooManyPairs { pairs: many.len() as u64, limit: limit as u64 };
     assert_eq!(copy.launch(&cx, at, &many, 4, &mut flight), Err(too_many));
-    assert_eq!(ring.lease(&[0; 9]).err(), Some(CudaError::TooManyPairs { pairs: 9, limit: 8 }));
+    assert_eq!(ring.lease(9).err(), Some(CudaError::TooManyPairs { pairs: 9, limit: 8 }));
     assert!(matches!(copy.launch(&cx, at, &[0], 0, &mut flight), Err(CudaError::Geometry(_))));
     assert_eq!(copy.launch(&cx, at, &[], 4, &mut flight), Ok(()));
     let ids = DeviceIds::upload(&gpu, &[0, 1]).unwrap();
@@ -329,15 +334,15 @@ fn a_ring_chunk_returns_when_its_flight_is_over() {
     let copy = StridedCopy::new(&gpu, &shape, &src_memory, &dst_memory).unwrap();
     let gate = Gate::on(stream.handle());
     let mut flight = Flight::new(&gpu, &cx).unwrap();
-    let table = ring.lease(&pack(&[(1, 2)])).unwrap().unwrap();
+    let table = filled(&ring, &pack(&[(1, 2)]));
     copy.launch_table(&cx, stream.handle(), &table, 1, &mut flight).unwrap();
     flight.land(&cx, stream.handle()).unwrap();
     drop(table);
-    assert!(ring.lease(&[0]).unwrap().is_none(), "the device may still read the chunk");
+    assert!(ring.lease(1).unwrap().is_none(), "the device may still read the chunk");
     gate.open();
     flight.wait().unwrap();
     drop(flight);
-    assert!(ring.lease(&[0]).unwrap().is_some());
+    assert!(ring.lease(1).unwrap().is_some());
     let mut expected = dst.clone();
     oracle(&shape, &[(1, 2)], &src, &mut expected);
     check(&dst_buffers, &expected, "the copy behind the gate");
@@ -354,7 +359,7 @@ fn an_upload_on_another_stream_is_waited_for() {
     let (_s, src_memory) = upload(&gpu, &src);
     let (dst_buffers, dst_memory) = upload(&gpu, &dst);
     let copy = StridedCopy::new(&gpu, &shape, &src_memory, &dst_memory).unwrap();
-    let table = ring.lease(&pack(&[(3, 0)])).unwrap().unwrap();
+    let table = filled(&ring, &pack(&[(3, 0)]));
     let mut flight = Flight::new(&gpu, &cx).unwrap();
     let gate = Gate::on(copying.handle());
     table.upload(&cx, copying.handle(), &mut flight).unwrap();
@@ -388,7 +393,7 @@ fn a_graph_keeps_its_ids_and_memory() {
             match way {
                 "inline" => copy.launch(cx, at, &pairs, 4, &mut flight).unwrap(),
                 "ring" => {
-                    let table = ring.lease(&pairs).unwrap().unwrap();
+                    let table = filled(&ring, &pairs);
                     copy.launch_table(cx, at, &table, 4, &mut flight).unwrap();
                 }
                 _ => {
@@ -400,7 +405,7 @@ fn a_graph_keeps_its_ids_and_memory() {
         });
         drop((copy, src_memory, dst_memory, src_buffers));
         if way == "ring" {
-            assert!(ring.lease(&[0]).unwrap().is_none(), "the graph reads the chunk at every run");
+            assert!(ring.lease(1).unwrap().is_none(), "the graph reads the chunk at every run");
         }
         // Other work takes whatever was freed.
         let _noise: Vec<_> = (0..8).map(|i| device(&gpu, &pattern(4096, 77 + i))).collect();

@@ -31,7 +31,7 @@ const LONG: Duration = Duration::from_millis(1);
 /// What a launch takes of the driver's queue beside its ids.
 const LAUNCH_BYTES: usize = 4 << 10;
 /// Id pairs that fit into a kernel's parameters.
-const MOST_INLINE: usize = 4 << 10;
+const MOST_INLINE: usize = 1 << 10;
 
 /// Where a job stands.
 enum State {
