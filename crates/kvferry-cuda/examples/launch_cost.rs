@@ -57,8 +57,11 @@ fn main() -> Result<()> {
                 let mut flight = Flight::new(&gpu, &cx)?;
                 let made = begin.elapsed();
                 if table {
-                    match ring.lease(&pairs)? {
-                        Some(table) => copy.launch_table(&cx, stream.handle(), &table, 16, &mut flight)?,
+                    match ring.lease(pairs.len())? {
+                        Some(room) => {
+                            let table = room.fill(|room| room.copy_from_slice(&pairs));
+                            copy.launch_table(&cx, stream.handle(), &table, 16, &mut flight)?;
+                        }
                         None => println!("the ring is full"),
                     }
                 } else {

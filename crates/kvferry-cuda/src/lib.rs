@@ -69,5 +69,5 @@ pub use memory::{
     DeviceBuffer, DeviceRegion, GpuMemory, HostRegistration, IpcHandle, IpcMapping, PinnedBuffer,
     PointerKind, VmmBuffer, pointer_kind, register_host, register_in_chunks, vmm_supported,
 };
-pub use strided::{BadId, BadIdReport, DeviceIds, PairRing, PairTable, StridedCopy};
+pub use strided::{BadId, BadIdReport, DeviceIds, PairLease, PairRing, PairTable, StridedCopy};
 pub use vectorized::vectorized_copy;

@@ -12,7 +12,7 @@ use kvferry_host::Owner;
 use kvferry_kernels::{Ids, Link, ParamBuffer, StridedCopyPlan, StridedShape};
 
 pub use ids::{BadId, BadIdReport, DeviceIds};
-pub use pairs::{PairRing, PairTable};
+pub use pairs::{PairLease, PairRing, PairTable};
 
 use crate::context::ContextGuard;
 use crate::error::{CudaError, Result, Side};

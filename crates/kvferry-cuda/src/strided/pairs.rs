@@ -120,24 +120,21 @@ impl PairRing {
         self.chunk_pairs.saturating_mul(self.most)
     }
 
-    /// A table of `pairs`, filled and not yet uploaded. `None` if the ring is at its cap and every chunk is leased: the
-    /// caller says that it is busy; nothing waits here. Allocates only while the ring grows.
+    /// Room for a table of `pairs` pairs. `None` if the ring is at its cap and every chunk is leased: the caller says that
+    /// it is busy; nothing waits here. Allocates only while the ring grows.
     ///
     /// # Errors
     /// [`CudaError::TooManyPairs`] beyond [`chunk_pairs`](Self::chunk_pairs), or a failing allocation.
-    pub fn lease(self: &Arc<Self>, pairs: &[u64]) -> Result<Option<PairTable>> {
-        if pairs.len() > self.chunk_pairs {
+    pub fn lease(self: &Arc<Self>, pairs: usize) -> Result<Option<PairLease>> {
+        if pairs > self.chunk_pairs {
             let limit = self.chunk_pairs as u64;
-            return Err(CudaError::TooManyPairs { pairs: pairs.len() as u64, limit });
+            return Err(CudaError::TooManyPairs { pairs: pairs as u64, limit });
         }
-        let Some(chunk) = self.chunk()? else { return Ok(None) };
-        // SAFETY: the chunk has room for `chunk_pairs` pairs and is page-aligned; it is out of the ring, and the device
-        // does not read it (flights hold what they use), so it is ours alone.
-        unsafe {
-            std::ptr::copy_nonoverlapping(pairs.as_ptr(), chunk.pinned.as_ptr().cast::<u64>(), pairs.len());
-        }
-        let lease = Lease { chunk: Some(chunk), ring: Arc::clone(self) };
-        Ok(Some(PairTable::new(&self.gpu, Store::Leased(lease), pairs)))
+        let chunk = self.chunk()?;
+        Ok(chunk.map(|chunk| PairLease {
+            lease: Lease { chunk: Some(chunk), ring: Arc::clone(self) },
+            len: pairs,
+        }))
     }
 
     /// A chunk out of the ring, grown if it must be and may.
@@ -167,7 +164,38 @@ impl PairRing {
     /// [`CudaError::ZeroLength`] for no pairs, or a failing allocation or upload.
     pub fn own_table(gpu: &Arc<Gpu>, pairs: &[u64]) -> Result<PairTable> {
         let device = table::upload(gpu, pairs)?;
-        Ok(PairTable::new(gpu, Store::Owned { device, pairs: pairs.into() }, pairs))
+        Ok(PairTable::new(gpu, Store::Owned { device, pairs: pairs.into() }, pairs.len(), largest(pairs)))
+    }
+}
+
+/// Room in a ring, to be filled with pairs.
+pub struct PairLease {
+    lease: Lease,
+    len: usize,
+}
+
+impl fmt::Debug for PairLease {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "PairLease({} pairs, {:?})", self.len, self.lease.ring.gpu)
+    }
+}
+
+impl PairLease {
+    /// The table, not yet uploaded, with the pairs that `write` leaves in the room it is given: they are written once,
+    /// where the device copies them from. What was there before are pairs of other tables.
+    pub fn fill(self, write: impl FnOnce(&mut [u64])) -> PairTable {
+        let room = match &self.lease.chunk {
+            // SAFETY: the chunk has room for `len` pairs (`lease`), page-aligned and initialised by the operating system.
+            // It is out of the ring, and the device does not read it (flights hold what they use), so it is ours alone.
+            Some(chunk) => unsafe {
+                std::slice::from_raw_parts_mut(chunk.pinned.as_ptr().cast::<u64>(), self.len)
+            },
+            // Only a dropped lease has none.
+            None => &mut [],
+        };
+        write(room);
+        let (largest, gpu) = (largest(room), Arc::clone(&self.lease.ring.gpu));
+        PairTable::new(&gpu, Store::Leased(self.lease), self.len, largest)
     }
 }
 
@@ -214,9 +242,9 @@ impl fmt::Debug for PairTable {
 }
 
 impl PairTable {
-    fn new(gpu: &Arc<Gpu>, store: Store, pairs: &[u64]) -> PairTable {
+    fn new(gpu: &Arc<Gpu>, store: Store, len: usize, largest: [u64; 2]) -> PairTable {
         let (shared, gpu) = (Arc::new(Shared(store)), Arc::clone(gpu));
-        PairTable { shared, gpu, len: pairs.len(), largest: largest(pairs), uploaded: Mutex::default() }
+        PairTable { shared, gpu, len, largest, uploaded: Mutex::default() }
     }
 
     /// Pairs there are.

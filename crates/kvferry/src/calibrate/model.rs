@@ -10,7 +10,7 @@ use crate::transfer::{Engine, TransferStrategy};
 pub const MODEL_VERSION: u32 = 1;
 
 /// Share of the copy engine's rate that is left when it works group by group.
-const BETWEEN_GROUPS: f64 = 0.98;
+const BETWEEN_GROUPS: f64 = 0.99;
 
 /// Speed of one engine in one direction.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -103,7 +103,7 @@ impl CostModel {
                         (16 * M, 55.2),
                     ],
                 ),
-                staged_overhead_us: 28.0,
+                staged_overhead_us: 34.0,
                 ctas: 4,
             },
             d2h: Direction {

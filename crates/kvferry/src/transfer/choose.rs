@@ -122,7 +122,7 @@ impl GpuAsked {
         GpuAsked {
             model: Arc::new(CostModel::h200()),
             sm_count: 132,
-            stage_slot: 13 << 20,
+            stage_slot: 23 << 20,
             bounce_slot: 3 << 20,
             kernel_only: None,
             held_up: false,
@@ -177,7 +177,9 @@ impl Choice {
             HostMode::Pooled { threads } => {
                 let stores = match self.hint {
                     CopyHint::Temporal => "ordinary stores",
-                    CopyHint::NonTemporal => "streaming stores, as it is too large to stay in the cache",
+                    CopyHint::NonTemporal | CopyHint::Relay => {
+                        "streaming stores, as it is too large to stay in the cache"
+                    }
                 };
                 format!("both sides are host memory: {threads} copy thread(s), {stores}")
             }
@@ -335,7 +337,7 @@ fn choose_gpu(
         TransferStrategy::CudaAsyncD2H => Some(Side::Destination),
         _ => None,
     };
-    let segments = plan.segments().len().max(1) as u64;
+    let segments = plan.num_segments().max(1) as u64;
     let joined = (u64::from(plan.blocks()) / segments).max(1);
     let work = Work {
         bytes: plan.bytes(),

@@ -18,9 +18,10 @@ use crate::transfer::strategy::TransferStrategy;
 
 /// Streams of one direction: enough to keep several transfers apart, few enough to share the hardware's queues.
 const STREAMS: usize = 4;
-/// Id pairs of one chunk of the ring for lists that do not fit into a kernel's parameters.
-const CHUNK_PAIRS: usize = 64 << 10;
-/// Bytes of those, at eight a pair: 512 KiB.
+/// Id pairs of one chunk of the ring for lists that do not fit into a kernel's parameters. Few enough that the first
+/// kernel starts while the rest of a long list is written, many enough that a kernel more costs nothing.
+const CHUNK_PAIRS: usize = 32 << 10;
+/// Bytes of those, at eight a pair: 256 KiB.
 const CHUNK_BYTES: u64 = CHUNK_PAIRS as u64 * 8;
 
 /// Memory a context may take beyond its layouts.
@@ -81,6 +82,8 @@ pub(crate) struct CudaDevice {
     /// Kernels between the ring and the layouts.
     scatter: Turn,
     pub(crate) pairs: Arc<PairRing>,
+    /// What long id lists are copied to the device on.
+    uploads: Stream,
     pub(crate) reports: Arc<Reports>,
     stage: Arc<DeviceStage>,
     bounce: Arc<PinnedStage>,
@@ -95,6 +98,7 @@ impl CudaDevice {
         let model = model.unwrap_or_else(|| Arc::new(CostModel::of_gpu(gpu.info())));
         let turn = || Turn::new(&gpu);
         let (h2d, d2h, d2d, scatter) = (turn()?, turn()?, turn()?, turn()?);
+        let uploads = Stream::new(&gpu)?;
         let reports = Reports::new(&gpu)?;
         // All of it now: allocating may wait for the device, which a submission must not.
         let stage = Arc::new(DeviceStage::new(&gpu, limits.stage_bytes())?);
@@ -107,6 +111,7 @@ impl CudaDevice {
             d2d,
             scatter,
             pairs,
+            uploads,
             reports,
             stage,
             bounce,
@@ -139,6 +144,11 @@ impl CudaDevice {
     /// A stream for kernels between ring and layout.
     pub(crate) fn scatter(&self, ordered: bool) -> StreamHandle {
         self.scatter.take(ordered)
+    }
+
+    /// The stream that long id lists are copied to the device on.
+    pub(crate) fn uploads(&self) -> StreamHandle {
+        self.uploads.handle()
     }
 
     /// The device ring.

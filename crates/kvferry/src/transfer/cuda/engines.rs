@@ -5,8 +5,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use kvferry_cuda::{
-    BadIdReport, BatchCopies, ContextGuard, CudaError, DeviceIds, Event, Flight, PairTable, StreamHandle,
-    StridedCopy,
+    BadIdReport, BatchCopies, ContextGuard, CudaError, DeviceIds, Event, Flight, PairLease, PairRing,
+    PairTable, StreamHandle, StridedCopy,
 };
 use kvferry_layout::{CopyPlan, step};
 
@@ -55,22 +55,22 @@ impl Stopped {
     }
 }
 
-/// Ids of a plan as the kernel reads them: source in the low half, destination in the high half.
-pub(super) fn pack(plan: &CopyPlan, pairs: &mut Vec<u64>) {
-    pairs.clear();
-    pairs.reserve(plan.blocks() as usize);
-    for segment in plan.segments() {
-        let (src, dst) = (u64::from(segment.src), u64::from(segment.dst));
-        pairs.extend((0..u64::from(segment.count)).map(|at| (src + at) | ((dst + at) << 32)));
-    }
-}
+/// What the link moves in a microsecond, and what the host needs to put a group and one more copy of it on a stream: the
+/// sizes of the first groups follow from these (H200 behind PCIe 5; half or twice as much changes little).
+const LINK_BYTES_PER_US: u64 = 55_000;
+const GROUP_US: u64 = 20;
+const COPY_TENTHS_US: u64 = 12;
 
-/// Groups of a staged transfer: the first ones are small, so that copies begin while the rest is being put in.
-fn ramped(mut pairs: &[u64], most: usize) -> impl Iterator<Item = &[u64]> {
+/// Groups of a staged transfer. The first is one block, so that copies begin at once; each one after it is as large as can
+/// be put in while the one before is on the link, and twice as large at least: the copy engine stands still for 5 us
+/// between two groups.
+fn ramped(mut pairs: &[u64], most: usize, block_bytes: u64) -> impl Iterator<Item = &[u64]> {
     let mut size = 1;
     std::iter::from_fn(move || {
         let (group, rest) = pairs.split_at_checked(size).unwrap_or((pairs, &[]));
-        (pairs, size) = (rest, (2 * size).min(most));
+        let link_us = block_bytes.saturating_mul(size as u64) / LINK_BYTES_PER_US;
+        let copies = link_us.saturating_sub(GROUP_US).saturating_mul(10) / COPY_TENTHS_US;
+        (pairs, size) = (rest, usize::try_from(copies).unwrap_or(most).max(2 * size).min(most));
         (!group.is_empty()).then_some(group)
     })
 }
@@ -86,7 +86,8 @@ thread_local! {
 /// Calls `f` with the packed ids of a plan.
 fn with_pairs<T>(plan: &CopyPlan, f: impl FnOnce(&[u64]) -> T) -> T {
     let mut pairs = PAIRS.take();
-    pack(plan, &mut pairs);
+    pairs.resize(plan.blocks() as usize, 0);
+    plan.pack(0, &mut pairs);
     let result = f(&pairs);
     PAIRS.set(pairs);
     result
@@ -103,42 +104,54 @@ impl Launch<'_> {
 
     /// The strided copy kernel between the layouts themselves. Long id lists go through the ring, all of them or none.
     pub(super) fn by_kernel(&self, flight: &mut Flight) -> std::result::Result<(), Stopped> {
-        with_pairs(self.plan, |pairs| self.kernel_of(pairs, flight))
-    }
-
-    fn kernel_of(&self, pairs: &[u64], flight: &mut Flight) -> std::result::Result<(), Stopped> {
         let copy = self.kernel()?;
-        if pairs.len() <= copy.inline_pairs() {
-            return Ok(copy.launch(self.cx, self.stream, pairs, self.ctas(&copy), flight)?);
+        let blocks = self.plan.blocks() as usize;
+        if blocks <= copy.inline_pairs() {
+            return with_pairs(self.plan, |pairs| {
+                Ok(copy.launch(self.cx, self.stream, pairs, self.ctas(&copy), flight)?)
+            });
         }
-        let ring = &self.device.pairs;
-        let mut tables: Vec<PairTable> = Vec::new();
-        for chunk in pairs.chunks(ring.chunk_pairs()) {
-            let table = if self.capturing {
-                // Replays read it as long as the graph lives, so it must be the graph's own.
-                kvferry_cuda::PairRing::own_table(&self.device.gpu, chunk)?
-            } else {
-                self.lease(chunk)?
-            };
-            tables.push(table);
+        let chunk = self.device.pairs.chunk_pairs();
+        let chunks = (0..blocks).step_by(chunk).map(|first| (first as u32, chunk.min(blocks - first)));
+        if self.capturing {
+            // Replays read the tables as long as the graph lives, so they must be the graph's own.
+            return with_pairs(self.plan, |pairs| {
+                for (first, len) in chunks {
+                    let pairs = &pairs[first as usize..first as usize + len];
+                    let table =
+                        PairRing::own_table(&self.device.gpu, pairs).map_err(Stopped::after(first))?;
+                    self.launch_table(&copy, &table, flight).map_err(Stopped::after(first))?;
+                }
+                Ok(())
+            });
         }
-        let mut done = 0;
-        for table in &tables {
-            table.upload(self.cx, self.stream, flight).map_err(Stopped::after(done))?;
-            copy.launch_table(self.cx, self.stream, table, self.ctas(&copy), flight)
-                .map_err(Stopped::after(done))?;
-            done += table.len() as u32;
+        let room = chunks.clone().map(|(_, len)| self.lease(len)).collect::<Result<Vec<_>>>()?;
+        for (room, (first, _)) in room.into_iter().zip(chunks) {
+            let table = room.fill(|pairs| self.plan.pack(first, pairs));
+            // On a stream of its own, so that the list does not wait for what this stream has to do before; the copies of
+            // one chunk run while the next is written here.
+            table.upload(self.cx, self.device.uploads(), flight).map_err(Stopped::after(first))?;
+            self.launch_table(&copy, &table, flight).map_err(Stopped::after(first))?;
         }
         Ok(())
     }
 
-    /// A table of the ring. Waits briefly for one while all are leased, as a launch into a full queue does.
-    fn lease(&self, pairs: &[u64]) -> Result<PairTable> {
+    fn launch_table(
+        &self,
+        copy: &Arc<StridedCopy>,
+        table: &PairTable,
+        flight: &mut Flight,
+    ) -> std::result::Result<(), CudaError> {
+        copy.launch_table(self.cx, self.stream, table, self.ctas(copy), flight)
+    }
+
+    /// Room for a table in the ring. Waits briefly while all of it is leased, as a launch into a full queue does.
+    fn lease(&self, pairs: usize) -> Result<PairLease> {
         let ring = &self.device.pairs;
         let deadline = Instant::now() + BACK_PRESSURE;
         loop {
-            if let Some(table) = ring.lease(pairs)? {
-                return Ok(table);
+            if let Some(room) = ring.lease(pairs)? {
+                return Ok(room);
             }
             if Instant::now() >= deadline {
                 let limit = ring.capacity_pairs() as u64;
@@ -238,7 +251,7 @@ impl Launch<'_> {
         let mut slots = Vec::with_capacity(staged.group);
         // Held to the end, so that no other job puts its event into a slot between our wait and our use of it.
         let mut turn = staged.stage.turn();
-        for group in ramped(pairs, staged.group) {
+        for group in ramped(pairs, staged.group, staged.hop.block_bytes()) {
             let (slot, last_use) = turn.take();
             let copies = match self.hop(staged, slot, group, up) {
                 Ok(copies) => copies,
@@ -328,5 +341,29 @@ impl Launch<'_> {
             at += count;
         }
         Ok(copies)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn sizes(blocks: usize, most: usize, block_bytes: u64) -> Vec<usize> {
+        let pairs: Vec<u64> = (0..blocks as u64).collect();
+        let groups: Vec<&[u64]> = ramped(&pairs, most, block_bytes).collect();
+        assert_eq!(groups.concat(), pairs);
+        groups.into_iter().map(<[u64]>::len).collect()
+    }
+
+    #[test]
+    fn groups_grow_as_fast_as_the_link_allows() {
+        assert_eq!(sizes(0, 12, 2 << 20), [0; 0]);
+        // A large block keeps the link busy while all the rest of a group is put in.
+        assert_eq!(sizes(8, 12, 2 << 20), [1, 7]);
+        assert_eq!(sizes(64, 12, 2 << 20), [1, 12, 12, 12, 12, 12, 3]);
+        // Small ones do not.
+        assert_eq!(sizes(31, 400, 4096), [1, 2, 4, 8, 16]);
+        assert_eq!(sizes(7, 1, 2 << 20), [1; 7]);
+        assert_eq!(sizes(9, 4, u64::MAX), [1, 4, 4]);
     }
 }

@@ -6,7 +6,7 @@ use kvferry_cuda::{BatchSides, Gpu, GpuMemory, StridedCopy, StridedLoop, Strided
 use kvferry_layout::{Axis, BlockStep, PairPlan, Side, View};
 
 use super::device::CudaDevice;
-use super::stage::{DeviceStage, SLOTS};
+use super::stage::{DEVICE_SLOTS, DeviceStage};
 use crate::error::Result;
 use crate::memory::Region;
 use crate::physical::PhysicalLayout;
@@ -105,14 +105,14 @@ impl Lowered {
             let (src, dst) = if up { (ring(slot), &self.dst[..]) } else { (&self.src[..], ring(slot)) };
             StridedCopy::new(&device.gpu, &shape, src, dst)
         };
-        let kernels = (0..SLOTS).map(kernel).collect::<std::result::Result<Vec<_>, _>>()?;
+        let kernels = (0..DEVICE_SLOTS).map(kernel).collect::<std::result::Result<Vec<_>, _>>()?;
         // Ids of a group go into the kernel's parameters.
         let fits = kernels.first().map_or(1, |kernel: &Arc<StridedCopy>| kernel.inline_pairs());
         let group = (group as usize).min(fits).max(1);
         let sides = |slot: usize| {
             if up { BatchSides::new(&self.src, ring(slot)) } else { BatchSides::new(ring(slot), &self.dst) }
         };
-        let sides = (0..SLOTS).map(sides).collect();
+        let sides = (0..DEVICE_SLOTS).map(sides).collect();
         let made = Arc::new(Staged { stage, hop, sides, kernels, group });
         Ok(staged.insert(made).clone())
     }
