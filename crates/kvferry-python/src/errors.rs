@@ -79,6 +79,7 @@ pub(crate) fn to_py(py: Python<'_>, error: Error) -> PyErr {
         Error::ArrayBounds { .. } => plain(py, "LayoutError", message),
         Error::Exchange(failure) => all2all::failure(py, failure),
         Error::Setup(error) => all2all::setup(py, error),
+        Error::Interrupted { .. } => all2all::interrupted(message),
         Error::Capacity { needed, capacity, .. } => raise(py, "CapacityError", message, |d| {
             d.set_item("needed", needed)?;
             d.set_item("capacity", capacity)

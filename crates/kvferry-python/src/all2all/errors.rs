@@ -34,6 +34,10 @@ pub(crate) fn failure(py: Python<'_>, failure: ExchangeFailure) -> PyErr {
                 d.set_item("reason", reason)
             })
         }
+        ExchangeFailure::Interrupted { rank, .. } => raise(py, "Aborted", message, |d| {
+            d.set_item("rank", rank)?;
+            d.set_item("reason", "it was interrupted")
+        }),
         _ => plain(py, "Error", message),
     }
 }

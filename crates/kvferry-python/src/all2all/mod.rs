@@ -7,6 +7,7 @@ mod group;
 mod held;
 mod inner;
 mod inputs;
+mod interrupt;
 mod options;
 mod outputs;
 mod rendezvous;
@@ -26,6 +27,7 @@ use pyo3::types::{PyDict, PyRange, PyTuple};
 pub(crate) use array::ExchangeArray;
 pub(crate) use errors::{failure, refusal, setup};
 pub(crate) use inner::{Inner, communicator, head_ranges};
+pub(crate) use interrupt::interrupted;
 
 use crate::context::ordinal;
 use crate::errors::{OrRaise, plain};
@@ -77,6 +79,7 @@ impl Options<'_, '_> {
                 .device(device)
                 .timeout(timeout)
                 .setup_timeout(patience)
+                .attend(interrupt::attend())
                 .name(name);
             if let Some(place) = meeting.place(rank, world, patience)? {
                 builder = builder.rendezvous(place);

@@ -4,8 +4,9 @@ use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use kvferry::all2all::{Rendezvous, SetupError, rendezvous};
+use kvferry::all2all::{Rendezvous, SetupError, rendezvous_attended};
 
+use super::interrupt::attend;
 use pyo3::exceptions::{PyKeyError, PyTypeError};
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -118,7 +119,7 @@ impl Meeting {
     ) -> kvferry::Result<Option<Arc<dyn Rendezvous>>> {
         Ok(match self {
             Meeting::None => None,
-            Meeting::Url(url) => Some(rendezvous(url, rank, world, timeout)?),
+            Meeting::Url(url) => Some(rendezvous_attended(url, rank, world, timeout, &attend())?),
             Meeting::Store(place) => Some(place.clone()),
         })
     }

@@ -6,6 +6,7 @@ use std::time::Duration;
 use kvferry_host::ForkGuard;
 use kvferry_layout::exchange::MAX_RANKS;
 
+use super::attend::Attend;
 use super::backend::{Backend, Setup};
 use super::collective::{message, nonce, word};
 use super::comm::{All2All, Calls, Shared, check_timeout};
@@ -17,6 +18,7 @@ use super::rendezvous::Rendezvous;
 use super::setup::SetupError;
 use super::state::Monitor;
 use super::stats::Counters;
+use super::turn::Turn;
 use super::watch::Watch;
 use super::wire::Notice;
 use super::{cpu, cuda};
@@ -37,6 +39,7 @@ pub struct All2AllBuilder {
     device: ExchangeDevice,
     timeout: Duration,
     setup_timeout: Duration,
+    attend: Attend,
 }
 
 impl std::fmt::Debug for All2AllBuilder {
@@ -76,6 +79,7 @@ impl All2AllBuilder {
             device: ExchangeDevice::Cpu,
             timeout: Duration::from_secs(60),
             setup_timeout: Duration::from_secs(60),
+            attend: Attend::default(),
         }
     }
 
@@ -122,6 +126,13 @@ impl All2AllBuilder {
         self
     }
 
+    /// Who looks after every wait of the communicator, set-up, calls, `reset` and closing, and may end it: the rank then
+    /// raises [`Error::Interrupted`], and the others hear of it at once.
+    pub fn attend(mut self, attend: Attend) -> All2AllBuilder {
+        self.attend = attend;
+        self
+    }
+
     /// Meets the other ranks and shares memory with them. Every stage ends in the outcome of all: all ranks get a
     /// communicator, or all get an error.
     ///
@@ -135,10 +146,8 @@ impl All2AllBuilder {
             None if self.world > 1 => {
                 return Err(invalid("rendezvous", "given for more than one rank", "none"));
             }
-            Some(rendezvous) => {
-                Mesh::join(self.rank, self.world, &**rendezvous, &self.name, self.setup_timeout)?
-            }
-            None => Mesh::join(self.rank, self.world, &nowhere, &self.name, self.setup_timeout)?,
+            Some(rendezvous) => self.join(&**rendezvous)?,
+            None => self.join(&nowhere)?,
         };
         let connected = self.connect_over(&mesh);
         if connected.is_err() {
@@ -146,6 +155,11 @@ impl All2AllBuilder {
             mesh.tell(Notice::Bye);
         }
         connected
+    }
+
+    fn join(&self, place: &dyn Rendezvous) -> std::result::Result<Arc<Mesh>, SetupError> {
+        let Self { rank, world, name, setup_timeout, attend, .. } = self;
+        Mesh::join_attended(*rank, *world, place, name, *setup_timeout, attend)
     }
 
     fn connect_over(&self, mesh: &Arc<Mesh>) -> Result<All2All> {
@@ -204,7 +218,7 @@ impl All2AllBuilder {
                 backend,
                 pool,
                 counters: Counters::default(),
-                calls: Mutex::new(calls),
+                calls: Turn::new(calls),
                 watch: Mutex::new(watch),
                 mesh: Arc::clone(mesh),
             }),

@@ -17,7 +17,6 @@ use super::result::{ExchangeResult, OutputShared, ResultShape};
 use super::stats::add;
 use crate::error::{Error, Result};
 use crate::memory::Region;
-use crate::transfer::lock;
 
 /// A refusal: its class for the peers, its error for the caller.
 type Refused = (Refusal, Error);
@@ -40,7 +39,7 @@ impl Shared {
         landing: Landing<'_>,
     ) -> Result<Vec<ExchangeResult>> {
         self.fork.check()?;
-        let mut calls = lock(&self.calls);
+        let mut calls = self.turn(op.name())?;
         let _running = self.monitor.begin(op)?;
         let plan = match self.prepare(&mut calls, op, arrays, options) {
             Ok(plan) => plan,
@@ -76,7 +75,7 @@ impl Shared {
                 return Err(error);
             }
             Err(Trouble::Refused(error)) => return Err(self.refuse(op, (Refusal::Device, error), options)),
-            Err(Trouble::Fault(fault)) => return Err(self.monitor.fault(fault).into()),
+            Err(Trouble::Fault(fault)) => return Err(self.monitor.fault(fault)),
         }
         self.count(&plan, &landed);
         self.results(&plan, landed, options)

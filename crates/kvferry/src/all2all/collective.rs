@@ -6,6 +6,7 @@ use std::time::Duration;
 use kvferry_layout::Dtype;
 use kvferry_layout::exchange::{HeadLayout, RESULT_ALIGN, TensorInput};
 
+use super::attend::Attend;
 use super::comm::{Calls, Shared};
 use super::error::{ExchangeFailure, When};
 
@@ -19,6 +20,9 @@ use crate::transfer::lock;
 /// How long closing waits for the peers to close too. Only tidiness hangs on it: whoever closes late finds the memory it
 /// maps still there.
 const GOODBYE: Duration = Duration::from_secs(2);
+
+/// Steps that others gave up without this rank, which a reset passes over.
+const DEAD_STEPS: usize = 16;
 
 /// Reads the next eight bytes of a message.
 pub(super) fn word(bytes: &[u8], index: usize) -> Option<u64> {
@@ -44,7 +48,7 @@ pub(super) fn empty_output(
     layout: HeadLayout,
 ) -> Result<Output> {
     shared.fork.check()?;
-    let mut calls = lock(&shared.calls);
+    let mut calls = shared.turn("empty_output")?;
     shared.monitor.check()?;
     let shapes = shapes_of(results, layout);
     let bytes = match &shapes {
@@ -60,7 +64,9 @@ pub(super) fn empty_output(
     };
     let place = lease.as_ref().map_or(0, |lease| lease.place().offset);
     let mine = message(&[status, calls.next_output, place, bytes]);
-    let parts = shared.mesh.gather("output", &mine, shared.patience)?;
+    let goes_on = || shared.monitor.check().is_ok();
+    let parts = shared.mesh.gather_while("output", &mine, shared.patience, &goes_on);
+    let parts = parts.map_err(|error| ended(shared, error))?;
     // The highest proposal: a rank that missed an earlier attempt which others took for done proposes less.
     let id = parts.iter().filter_map(|part| word(part, 1)).max().unwrap_or(calls.next_output);
     calls.next_output = id + 1;
@@ -116,12 +122,25 @@ fn shapes_of(results: &[([u64; 4], Dtype)], layout: HeadLayout) -> Result<Vec<Re
     Ok(shapes)
 }
 
+/// What ended a step of all ranks, for its caller.
+fn ended(shared: &Shared, error: SetupError) -> Error {
+    match error {
+        SetupError::Interrupted { what } => shared.monitor.interrupted(&what),
+        // Whatever made it so is worth more.
+        error @ SetupError::Abandoned { .. } => shared.monitor.check().err().unwrap_or(error.into()),
+        error => error.into(),
+    }
+}
+
 pub(super) fn reset(shared: &Shared) -> Result<()> {
     shared.fork.check()?;
     if shared.monitor.is_closed() {
         return Err(Error::ExchangeClosed);
     }
-    let mut calls = lock(&shared.calls);
+    let mut calls = shared.turn("reset")?;
+    if shared.monitor.is_closed() {
+        return Err(Error::ExchangeClosed);
+    }
     if let Some(missing) = shared.monitor.missing() {
         return Err(missing.into());
     }
@@ -137,8 +156,15 @@ pub(super) fn reset(shared: &Shared) -> Result<()> {
 /// same sockets; those of the new one come after the second.
 fn reset_together(shared: &Shared, calls: &mut Calls) -> Result<()> {
     let quiet = shared.backend.quiesce();
-    let words =
-        shared.mesh.gather("reset", &message(&[nonce()?, u64::from(quiet.is_ok())]), shared.patience)?;
+    let mine = message(&[nonce()?, u64::from(quiet.is_ok())]);
+    let mut tries = 0..DEAD_STEPS;
+    let words = loop {
+        match shared.mesh.gather("reset", &mine, shared.patience) {
+            // This step was another one's, which others gave up before this rank came to it.
+            Err(SetupError::Withdrawn { what, .. }) if what != "reset" && tries.next().is_some() => {}
+            met => break met.map_err(|error| ended(shared, error))?,
+        }
+    };
     quiet?;
     // From here on a failure leaves ranks in different sessions.
     calls.beyond_repair = true;
@@ -169,8 +195,10 @@ fn reset_together(shared: &Shared, calls: &mut Calls) -> Result<()> {
 
 pub(super) fn close(shared: &Shared) -> Result<()> {
     shared.fork.check()?;
-    let _calls = lock(&shared.calls);
-    if shared.monitor.is_closed() {
+    // A call of another thread ends; that of this one has.
+    let now = shared.calls.is_taken() && shared.monitor.close_now();
+    let Some(_calls) = shared.calls.take(&Attend::default()) else { return Ok(()) };
+    if !now && shared.monitor.is_closed() {
         return Ok(());
     }
     // Still open: the death of a peer ends what waits for it. Then what the last calls found is found here, too.
@@ -179,15 +207,17 @@ pub(super) fn close(shared: &Shared) -> Result<()> {
     shared.monitor.close();
     shared.mesh.tell(Notice::Bye);
     let failure = shared.monitor.broken_by();
-    // The ranks of a broken communicator may never close: whoever broke it is not waited for.
-    let patience = if failure.is_some() { Duration::ZERO } else { GOODBYE };
-    let all_gone = shared.monitor.wait_for_all_gone(patience);
+    // The ranks of a broken communicator may never close: nobody is waited for.
+    let patience = if now || failure.is_some() { Duration::ZERO } else { GOODBYE };
+    let waited = shared.monitor.wait_for_all_gone(patience, shared.mesh.attend());
+    let all_gone = waited == Some(true);
     if !all_gone {
         tracing::debug!(rank = shared.rank, "closed before all peers did");
     }
     shared.backend.close(all_gone);
     drop(lock(&shared.watch).take());
     match failure {
+        _ if waited.is_none() => Err(Error::Interrupted { what: "close".to_owned() }),
         Some(failure) => Err(failure.into()),
         None => quiet,
     }

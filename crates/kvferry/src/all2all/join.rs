@@ -14,6 +14,7 @@ use kvferry_host::{
     random_bytes,
 };
 
+use super::attend::{Attend, Attending};
 use super::mesh::{Peer, withdraw_from_join};
 use super::rendezvous::Rendezvous;
 use super::setup::SetupError;
@@ -26,7 +27,7 @@ const MAX_STRANGERS: usize = 128;
 /// How soon a leftover at the rendezvous is looked at again.
 const RETRY: Duration = Duration::from_millis(20);
 /// How long one look at the rendezvous may keep this rank from looking at its connections.
-const SLICE: Duration = Duration::from_millis(200);
+const SLICE: Duration = Duration::from_millis(100);
 /// Given to the look for ranks that never came, after the timeout.
 const LOOK: Duration = Duration::ZERO;
 
@@ -84,6 +85,7 @@ pub(super) fn connect(
     store: &dyn Rendezvous,
     name: &str,
     timeout: Duration,
+    attend: &Attend,
 ) -> Result<Vec<Option<Peer>>, SetupError> {
     let range = |what, expected: String, value| Err(SetupError::Range { what, expected, value });
     if !(1..=MAX_RANKS).contains(&world) {
@@ -115,6 +117,7 @@ pub(super) fn connect(
         links,
         strangers: Vec::new(),
         last: None,
+        attending: attend.begin(),
     };
     let result = joining.run();
     let done = joining.links.into_iter().map(|link| match link {
@@ -143,6 +146,7 @@ struct Joining<'a> {
     strangers: Vec<PeerSocket>,
     /// The last thing that went wrong and was tried again.
     last: Option<String>,
+    attending: Attending<'a>,
 }
 
 impl Joining<'_> {
@@ -156,7 +160,7 @@ impl Joining<'_> {
                 let missing = self.waited_for().collect();
                 return Err(self.missing(missing));
             }
-            self.turn(left)?;
+            self.turn(left.min(SLICE))?;
         }
         Ok(())
     }
@@ -196,6 +200,7 @@ impl Joining<'_> {
                 Ok(()) => return Ok(()),
                 Err(why) => self.last = Some(format!("rank {lower}: {why}")),
             }
+            self.turn(Duration::ZERO)?;
             if left(self.start, self.timeout).is_zero() {
                 return Err(self.missing(vec![lower]));
             }
@@ -208,7 +213,7 @@ impl Joining<'_> {
         let Some(card) = Card::decode(card) else {
             return Ok(Err("what it published is malformed".to_owned()));
         };
-        let socket = match PeerSocket::connect(&card.address, left(self.start, self.timeout)) {
+        let socket = match PeerSocket::connect(&card.address, left(self.start, self.timeout).min(SLICE)) {
             Ok(socket) => socket,
             Err(error)
                 if matches!(error.kind(), io::ErrorKind::ConnectionRefused | io::ErrorKind::NotFound) =>
@@ -266,6 +271,9 @@ impl Joining<'_> {
                     }
                 }
             }
+        }
+        if self.attending.gives_up() {
+            return Err(SetupError::Interrupted { what: "join".to_owned() });
         }
         let found = poll_fds(&fds, Some(timeout)).map_err(SetupError::io("waiting for other ranks"))?;
         let (knocked, rest) = (found[0].readable, &found[1..]);

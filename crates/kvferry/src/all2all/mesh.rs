@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 
 use kvferry_host::{ForkGuard, Interest, PeerSocket, ProcessWatch, Received, poll_fds};
 
+use super::attend::Attend;
 use super::join;
 use super::rendezvous::Rendezvous;
 use super::setup::SetupError;
@@ -54,7 +55,7 @@ enum Life {
 #[derive(Debug)]
 enum Word {
     Part { label: String, part: Part },
-    Withdrawn { origin: usize, culprit: Option<usize>, reason: String },
+    Withdrawn { step: String, origin: usize, culprit: Option<usize>, reason: String },
 }
 
 #[derive(Debug)]
@@ -88,6 +89,9 @@ pub struct Mesh {
     /// Held by whoever reads the sockets: the watch, or without one the thread in a collective step.
     reading: Mutex<()>,
     pub(super) watched: AtomicBool,
+    /// This rank has closed under a step.
+    over: AtomicBool,
+    attend: Attend,
     fork: ForkGuard,
 }
 
@@ -112,9 +116,24 @@ impl Mesh {
         name: &str,
         timeout: Duration,
     ) -> Result<Arc<Mesh>, SetupError> {
+        Mesh::join_attended(rank, world, store, name, timeout, &Attend::default())
+    }
+
+    /// As [`join`](Self::join), with somebody who looks after this and every later wait of the mesh.
+    ///
+    /// # Errors
+    /// As [`join`](Self::join), and [`SetupError::Interrupted`].
+    pub fn join_attended(
+        rank: usize,
+        world: usize,
+        store: &dyn Rendezvous,
+        name: &str,
+        timeout: Duration,
+        attend: &Attend,
+    ) -> Result<Arc<Mesh>, SetupError> {
         let start = Instant::now();
-        let peers = join::connect(rank, world, store, name, timeout)?;
-        let mut mesh = Mesh::new(rank, name, timeout, peers);
+        let peers = join::connect(rank, world, store, name, timeout, attend)?;
+        let mut mesh = Mesh::new(rank, name, timeout, peers, attend.clone());
         let own = kvferry_host::random_bytes::<8>().map_err(SetupError::io("random bytes"))?;
         // To get here is to agree; a rank that failed withdraws from this step.
         let parts = mesh.gather("join", &own, left(start, timeout))?;
@@ -126,7 +145,7 @@ impl Mesh {
         Ok(Arc::new(mesh))
     }
 
-    fn new(rank: usize, name: &str, timeout: Duration, peers: Vec<Option<Peer>>) -> Mesh {
+    fn new(rank: usize, name: &str, timeout: Duration, peers: Vec<Option<Peer>>, attend: Attend) -> Mesh {
         let state = peers
             .iter()
             .map(|_| PeerState { life: Life::Here, waiting: VecDeque::new() })
@@ -142,6 +161,8 @@ impl Mesh {
             turn: Mutex::new(0),
             reading: Mutex::new(()),
             watched: AtomicBool::new(false),
+            over: AtomicBool::new(false),
+            attend,
             fork: ForkGuard::new(),
         }
     }
@@ -164,6 +185,16 @@ impl Mesh {
     /// A random number that all ranks of this mesh share and no other mesh has.
     pub fn nonce(&self) -> u64 {
         self.nonce
+    }
+
+    /// Who looks after the waits of this rank.
+    pub(super) fn attend(&self) -> &Attend {
+        &self.attend
+    }
+
+    /// Ends the collective step that another thread of this rank is in, and every later one.
+    pub(super) fn give_up(&self) {
+        self.over.store(true, Ordering::Release);
     }
 
     /// Process id of a rank, as this process sees it; 0 if it cannot.
@@ -201,6 +232,21 @@ impl Mesh {
         Ok(self.swap(what, mine, None, timeout)?.into_iter().map(|part| part.bytes).collect())
     }
 
+    /// As [`gather`](Self::gather), for as long as `goes_on` says so; it is asked ten times a second.
+    ///
+    /// # Errors
+    /// As [`gather`](Self::gather), and [`Abandoned`](SetupError::Abandoned).
+    pub(super) fn gather_while(
+        &self,
+        what: &str,
+        mine: &[u8],
+        timeout: Duration,
+        goes_on: &dyn Fn() -> bool,
+    ) -> Result<Vec<Vec<u8>>, SetupError> {
+        let parts = self.swap_while(what, mine, None, timeout, goes_on)?;
+        Ok(parts.into_iter().map(|part| part.bytes).collect())
+    }
+
     /// As [`gather`](Self::gather), with a descriptor: every other rank gets a copy of it.
     ///
     /// # Errors
@@ -212,6 +258,17 @@ impl Mesh {
         fd: Option<BorrowedFd<'_>>,
         timeout: Duration,
     ) -> Result<Vec<Part>, SetupError> {
+        self.swap_while(what, mine, fd, timeout, &|| true)
+    }
+
+    fn swap_while(
+        &self,
+        what: &str,
+        mine: &[u8],
+        fd: Option<BorrowedFd<'_>>,
+        timeout: Duration,
+        goes_on: &dyn Fn() -> bool,
+    ) -> Result<Vec<Part>, SetupError> {
         self.fork.check()?;
         check_text("the name of a collective step", what, MAX_LABEL)?;
         let mut turn = lock(&self.turn);
@@ -220,10 +277,10 @@ impl Mesh {
         let result = if mine.len() > MAX_GATHER {
             Err(SetupError::TooLarge { what: what.to_owned(), value: mine.len(), limit: MAX_GATHER })
         } else {
-            self.step(sequence, what, mine, fd, timeout)
+            self.step(sequence, what, mine, fd, timeout, goes_on)
         };
         if let Err(error) = &result {
-            self.send_to_all(&withdrawal(self.rank, sequence, error));
+            self.send_to_all(&withdrawal(self.rank, sequence, what, error));
         }
         result
     }
@@ -252,6 +309,14 @@ impl Mesh {
     pub fn agree(&self, what: &str, outcome: crate::Result<()>) -> crate::Result<()> {
         let mine = match &outcome {
             Ok(()) => vec![0],
+            // Whoever is to stop waits for nobody.
+            Err(crate::Error::Interrupted { what: wait }) => {
+                let mut turn = lock(&self.turn);
+                let error = SetupError::Interrupted { what: wait.clone() };
+                self.send_to_all(&withdrawal(self.rank, *turn, what, &error));
+                *turn += 1;
+                return outcome;
+            }
             Err(error) => [&[1], cut(&error.to_string()).as_bytes()].concat(),
         };
         let parts = self.gather(what, &mine, self.timeout);
@@ -310,11 +375,16 @@ impl Mesh {
         mine: &[u8],
         fd: Option<BorrowedFd<'_>>,
         timeout: Duration,
+        goes_on: &dyn Fn() -> bool,
     ) -> Result<Vec<Part>, SetupError> {
         let start = Instant::now();
+        let mut attending = self.attend.begin();
         let frame = wire::part(sequence, what, mine);
         let mut unsent = self.here();
         loop {
+            if !goes_on() || self.over.load(Ordering::Acquire) {
+                return Err(SetupError::Abandoned { what: what.to_owned() });
+            }
             unsent.retain(|&rank| {
                 let Some(peer) = &self.peers[rank] else { return false };
                 let sent = peer.socket.try_send(&frame, fd.as_slice());
@@ -331,13 +401,16 @@ impl Mesh {
                 let missing = if missing.is_empty() { unsent } else { missing };
                 return Err(SetupError::GatherTimeout { what: what.to_owned(), missing, waited: timeout });
             }
-            let nap = if unsent.is_empty() { left } else { left.min(RETRY) };
+            let nap = attending.nap(if unsent.is_empty() { left } else { left.min(RETRY) });
             if self.watched.load(Ordering::Acquire) {
                 // Checked under the lock that the watch takes before it tells, so no news is lost.
                 drop(self.news.wait_timeout(state, nap).unwrap_or_else(PoisonError::into_inner));
             } else {
                 drop(state);
                 self.read_unwatched(nap)?;
+            }
+            if attending.gives_up() {
+                return Err(SetupError::Interrupted { what: what.to_owned() });
             }
         }
     }
@@ -357,7 +430,7 @@ impl Mesh {
                         lost.get_or_insert_with(died);
                     }
                 }
-                Some((_, Word::Withdrawn { origin, culprit, reason })) => {
+                Some((_, Word::Withdrawn { step, origin, culprit, reason })) => {
                     let other = |&rank: &usize| rank != self.rank && rank < self.world();
                     return Err(match culprit.filter(other) {
                         Some(rank) => {
@@ -365,7 +438,7 @@ impl Mesh {
                         }
                         None => SetupError::Withdrawn {
                             rank: Some(*origin).filter(other).unwrap_or(rank),
-                            what: what.to_owned(),
+                            what: step.clone(),
                             reason: reason.clone(),
                         },
                     });
@@ -498,9 +571,9 @@ impl Mesh {
                 let part = Part { bytes: payload, fd: fds.into_iter().next() };
                 self.hold(rank, sequence, Word::Part { label, part })
             }
-            Message::Withdraw { sequence, origin, culprit, reason } => {
+            Message::Withdraw { sequence, step, origin, culprit, reason } => {
                 let (origin, culprit) = (origin as usize, culprit.map(|rank| rank as usize));
-                self.hold(rank, sequence, Word::Withdrawn { origin, culprit, reason })
+                self.hold(rank, sequence, Word::Withdrawn { step, origin, culprit, reason })
             }
             Message::Notice(Notice::Abort { kind, peer, epoch }) => {
                 Ok(Some(Event::Abort { from: rank, kind, peer, epoch }))
@@ -534,19 +607,20 @@ impl Mesh {
     }
 }
 
-/// What a rank tells the others when it fails in a step. A failure passed on keeps its origin.
-fn withdrawal(own: usize, sequence: u64, error: &SetupError) -> Message {
+/// What a rank tells the others when it fails in a step. A failure passed on keeps its origin and its step.
+fn withdrawal(own: usize, sequence: u64, step: &str, error: &SetupError) -> Message {
     let (origin, culprit, reason) = match error {
         SetupError::PeerDied { rank, .. } => (own, Some(*rank as u32), cut(&error.to_string())),
         SetupError::Withdrawn { rank, reason, .. } => (*rank, None, cut(reason)),
         error => (own, None, cut(&error.to_string())),
     };
-    Message::Withdraw { sequence, origin: origin as u32, culprit, reason }
+    let step = if let SetupError::Withdrawn { what, .. } = error { what } else { step };
+    Message::Withdraw { sequence, step: step.to_owned(), origin: origin as u32, culprit, reason }
 }
 
 /// Step 0 is the one that ends set-up: a rank that fails before tells those it is connected to.
 pub(super) fn withdraw_from_join(own: usize, socket: &PeerSocket, error: &SetupError) {
-    if let Err(error) = socket.try_send(&withdrawal(own, 0, error).encode(), &[]) {
+    if let Err(error) = socket.try_send(&withdrawal(own, 0, "join", error).encode(), &[]) {
         tracing::debug!(%error, "could not tell a rank why set-up failed");
     }
 }

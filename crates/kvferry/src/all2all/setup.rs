@@ -95,6 +95,18 @@ pub enum SetupError {
         /// How long this rank waited.
         waited: Duration,
     },
+    /// This rank's wait was interrupted: [`Attend`](super::Attend) gave up.
+    #[error("interrupted during {what:?}")]
+    Interrupted {
+        /// What was waited for.
+        what: String,
+    },
+    /// This rank's communicator was closed or broken while it waited.
+    #[error("this rank has abandoned {what:?}")]
+    Abandoned {
+        /// What was waited for.
+        what: String,
+    },
     /// The communicator is watched already.
     #[error("the communicator is watched already")]
     Watched,

@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use kvferry_layout::exchange::ExchangeOp;
 
+use super::attend::Attend;
 use super::backend::Backend;
 use super::error::{ExchangeFailure, Fault, FaultKind, When};
 use super::mesh::Mesh;
@@ -83,7 +84,7 @@ impl Monitor {
             _ => return Err(Error::ExchangeClosed),
         }
         match self.backend.get().and_then(|backend| backend.fault()) {
-            Some(fault) => Err(self.fault(fault).into()),
+            Some(fault) => Err(self.fault(fault)),
             None => Ok(()),
         }
     }
@@ -156,7 +157,7 @@ impl Monitor {
     }
 
     /// What ended a call becomes what broke the communicator.
-    pub(crate) fn fault(&self, fault: Fault) -> ExchangeFailure {
+    pub(crate) fn fault(&self, fault: Fault) -> Error {
         let Fault { kind, peer, epoch, op } = fault;
         let when = When { epoch, op };
         let mismatch = |reason| ExchangeFailure::Mismatch { rank: peer, reason, when };
@@ -173,10 +174,41 @@ impl Monitor {
             FaultKind::Failed { reason } => {
                 (ExchangeFailure::Failed { rank: peer, reason, when }, Some(None))
             }
-            FaultKind::Aborted => return self.failure(),
-            FaultKind::PeerLeft => return self.closed_by(peer),
+            FaultKind::Interrupted => return self.interrupted(op.map_or("a call", ExchangeOp::name)),
+            // Closed under the call, and nothing else was wrong.
+            FaultKind::Aborted if self.is_closed() && self.broken_by().is_none() => {
+                return Error::ExchangeClosed;
+            }
+            FaultKind::Aborted => return self.failure().into(),
+            FaultKind::PeerLeft => return self.closed_by(peer).into(),
         };
-        self.fail(failure, tell)
+        self.fail(failure, tell).into()
+    }
+
+    /// A wait of this rank was interrupted: what it waited for will not be, so that the others need not wait for it.
+    pub(crate) fn interrupted(&self, what: &str) -> Error {
+        let failure = ExchangeFailure::Interrupted { rank: self.rank, when: self.when() };
+        self.fail(failure, Some(None));
+        Error::Interrupted { what: what.to_owned() }
+    }
+
+    /// Closes while another thread of this rank is in a call or a step of all ranks, which ends at once, as do those of
+    /// the peers. False if it was closed before.
+    pub(crate) fn close_now(&self) -> bool {
+        let failure = lock(&self.failure);
+        if !self.close() {
+            return false;
+        }
+        if let Some(mesh) = self.mesh.get() {
+            if failure.is_none() {
+                let pid = std::process::id();
+                let closed = ExchangeFailure::PeerClosed { peer: self.rank, pid, when: self.when() };
+                mesh.tell(notice_of(&closed, None, self.session.load(Ordering::Acquire) as u8));
+            }
+            mesh.give_up();
+        }
+        self.abort_backend();
+        true
     }
 
     fn closed_by(&self, peer: usize) -> ExchangeFailure {
@@ -217,19 +249,24 @@ impl Monitor {
         self.gone.1.notify_all();
     }
 
-    /// Waits until every peer has closed or died. False after `patience`.
-    pub(crate) fn wait_for_all_gone(&self, patience: Duration) -> bool {
+    /// Waits until every peer has closed or died. False after `patience`; `None` if `attend` gives up.
+    pub(crate) fn wait_for_all_gone(&self, patience: Duration, attend: &Attend) -> Option<bool> {
         let all = (u64::MAX >> (64 - self.world)) & !(1 << self.rank);
         let start = Instant::now();
-        let mut guard = lock(&self.gone.0);
+        let mut attending = attend.begin();
         loop {
+            let guard = lock(&self.gone.0);
             if (self.left.load(Ordering::Acquire) | self.dead.load(Ordering::Acquire)) & all == all {
-                return true;
+                return Some(true);
             }
             let Some(rest) = patience.checked_sub(start.elapsed()).filter(|rest| !rest.is_zero()) else {
-                return false;
+                return Some(false);
             };
-            guard = self.gone.1.wait_timeout(guard, rest).unwrap_or_else(PoisonError::into_inner).0;
+            let nap = attending.nap(rest);
+            drop(self.gone.1.wait_timeout(guard, nap).unwrap_or_else(PoisonError::into_inner));
+            if attending.gives_up() {
+                return None;
+            }
         }
     }
 
@@ -299,6 +336,7 @@ mod kind {
     pub(super) const CLOSED: u8 = 4;
     pub(super) const ABORTED: u8 = 5;
     pub(super) const FAILED: u8 = 6;
+    pub(super) const INTERRUPTED: u8 = 7;
 }
 
 /// What fits the code of a notice: four bytes.
@@ -337,6 +375,7 @@ impl NoticeWord {
             kind::TIMEOUT => ExchangeFailure::PeerTimeout { peer, waited: Duration::ZERO, when },
             kind::DIED => ExchangeFailure::PeerDied { peer, pid, when },
             kind::CLOSED => ExchangeFailure::PeerClosed { peer, pid, when },
+            kind::INTERRUPTED => ExchangeFailure::Interrupted { rank: peer, when },
             kind::ABORTED => ExchangeFailure::Aborted { rank: peer, reason: told(), when },
             _ => ExchangeFailure::Failed { rank: peer, reason: told(), when },
         }
@@ -351,6 +390,7 @@ fn notice_of(failure: &ExchangeFailure, refusal: Option<Refusal>, session: u8) -
         ExchangeFailure::PeerClosed { peer, when, .. } => (kind::CLOSED, *peer, when),
         ExchangeFailure::Aborted { rank, when, .. } => (kind::ABORTED, *rank, when),
         ExchangeFailure::Failed { rank, when, .. } => (kind::FAILED, *rank, when),
+        ExchangeFailure::Interrupted { rank, when } => (kind::INTERRUPTED, *rank, when),
     };
     // Codes of operations and refusals are small.
     let op = when.op.map_or(0, ExchangeOp::code) as u8;
@@ -370,6 +410,7 @@ mod tests {
             ExchangeFailure::PeerDied { peer: 2, pid: 77, when },
             ExchangeFailure::PeerClosed { peer: 2, pid: 77, when },
             ExchangeFailure::Aborted { rank: 2, reason: "as rank 1 tells".to_owned(), when },
+            ExchangeFailure::Interrupted { rank: 2, when },
             ExchangeFailure::Failed { rank: 2, reason: "as rank 1 tells".to_owned(), when },
             ExchangeFailure::Mismatch { rank: 2, reason: Refusal::Memory.to_string(), when },
         ];
@@ -405,7 +446,8 @@ mod tests {
     #[test]
     fn closing_waits_for_the_others() {
         let monitor = Monitor::new(1, 3);
-        assert!(!monitor.wait_for_all_gone(Duration::from_millis(5)));
+        let nobody = Attend::default();
+        assert_eq!(monitor.wait_for_all_gone(Duration::from_millis(5), &nobody), Some(false));
         monitor.event(Event::Bye { peer: 0 });
         monitor.close();
         std::thread::scope(|scope| {
@@ -413,9 +455,9 @@ mod tests {
                 std::thread::sleep(Duration::from_millis(10));
                 monitor.event(Event::Death { peer: 2, pid: 1, how: DeathCause::HungUp });
             });
-            assert!(monitor.wait_for_all_gone(Duration::from_secs(60)));
+            assert_eq!(monitor.wait_for_all_gone(Duration::from_secs(60), &nobody), Some(true));
         });
         assert_eq!(monitor.broken_by(), None);
-        assert!(Monitor::new(0, 1).wait_for_all_gone(Duration::ZERO));
+        assert_eq!(Monitor::new(0, 1).wait_for_all_gone(Duration::ZERO, &nobody), Some(true));
     }
 }

@@ -54,6 +54,8 @@ pub(crate) enum Message {
     /// The sender gave up on that step.
     Withdraw {
         sequence: u64,
+        /// Name of the step, as the sender takes it.
+        step: String,
         /// The rank that gave up first.
         origin: u32,
         /// A rank whose death is the reason.
@@ -101,11 +103,11 @@ impl Message {
             Message::Welcome => frame(2, 0, "", &[]),
             Message::Refuse { stale, reason } => frame(3, u64::from(*stale), "", reason.as_bytes()),
             Message::Part { sequence, label, payload } => part(*sequence, label, payload),
-            Message::Withdraw { sequence, origin, culprit, reason } => {
+            Message::Withdraw { sequence, step, origin, culprit, reason } => {
                 let mut payload = origin.to_le_bytes().to_vec();
                 payload.extend(culprit.unwrap_or(u32::MAX).to_le_bytes());
                 payload.extend(reason.as_bytes());
-                frame(5, *sequence, "", &payload)
+                frame(5, *sequence, step, &payload)
             }
             Message::Notice(Notice::Abort { kind, peer, epoch }) => {
                 let mut payload = kind.to_le_bytes().to_vec();
@@ -156,7 +158,7 @@ impl Message {
                 let field = |at| word(payload, at).ok_or(bad("a short withdrawal"));
                 let (origin, culprit) = (field(0)?, Some(field(4)?).filter(|&culprit| culprit != u32::MAX));
                 let reason = String::from_utf8_lossy(&payload[8..]).into_owned();
-                Ok(Message::Withdraw { sequence, origin, culprit, reason })
+                Ok(Message::Withdraw { sequence, step: label.to_owned(), origin, culprit, reason })
             }
             6 => {
                 let field = |at| word(payload, at).ok_or(bad("a short abort"));
@@ -230,8 +232,20 @@ mod tests {
             Message::Refuse { stale: false, reason: String::new() },
             Message::Part { sequence: u64::MAX, label: "x".repeat(MAX_LABEL), payload: vec![9; MAX_GATHER] },
             Message::Part { sequence: 0, label: String::new(), payload: Vec::new() },
-            Message::Withdraw { sequence: 77, origin: 2, culprit: Some(0), reason: "rank 0 died".to_owned() },
-            Message::Withdraw { sequence: 78, origin: 63, culprit: None, reason: String::new() },
+            Message::Withdraw {
+                sequence: 77,
+                step: "reset".to_owned(),
+                origin: 2,
+                culprit: Some(0),
+                reason: "rank 0 died".to_owned(),
+            },
+            Message::Withdraw {
+                sequence: 78,
+                step: String::new(),
+                origin: 63,
+                culprit: None,
+                reason: String::new(),
+            },
             Message::Notice(Notice::Abort { kind: 2, peer: 63, epoch: 1 << 40 }),
             Message::Notice(Notice::Bye),
         ]

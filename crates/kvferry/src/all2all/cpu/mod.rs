@@ -13,6 +13,7 @@ use kvferry_host::{Bell, Copier, CopyHint, CopyNest, HostRegion, Loop, SharedWor
 use kvferry_kernels::{MAX_RANKS, abort_word};
 use kvferry_layout::exchange::ExchangeOp;
 
+use super::attend::Attend;
 use super::backend::{Backend, Launch, Transport, Trouble};
 use super::call::wrong_memory;
 use super::error::{Fault, FaultKind};
@@ -81,6 +82,7 @@ pub(super) struct CpuBackend {
     /// Calls finished, for who does not hold `local`.
     epoch: AtomicU64,
     spin: Duration,
+    attend: Attend,
 }
 
 /// A piece, ready to be walked.

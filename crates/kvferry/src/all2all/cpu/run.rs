@@ -61,7 +61,7 @@ fn read(words: &SharedWords, source: usize, epoch: u64) -> Header {
 
 impl CpuBackend {
     fn wait(&self) -> Wait<'_> {
-        Wait { bell: &self.own.bell, page: &self.page, spin: self.spin }
+        Wait { bell: &self.own.bell, page: &self.page, attend: &self.attend, spin: self.spin }
     }
 
     /// Every rank but this one, the next first: no receiver is hit by all at once.

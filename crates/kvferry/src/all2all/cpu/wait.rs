@@ -4,6 +4,7 @@ use std::time::{Duration, Instant};
 
 use kvferry_host::{Bell, SharedWords};
 
+use super::super::attend::Attend;
 use super::super::error::FaultKind;
 use super::page;
 
@@ -26,6 +27,7 @@ pub(super) fn spin_limit(world: usize) -> Duration {
 pub(super) struct Wait<'a> {
     pub(super) bell: &'a Bell,
     pub(super) page: &'a SharedWords,
+    pub(super) attend: &'a Attend,
     pub(super) spin: Duration,
 }
 
@@ -51,6 +53,7 @@ impl Wait<'_> {
                 break;
             }
         }
+        let mut attending = self.attend.begin();
         loop {
             // Value first, then the words: a ring that comes between ends the sleep at once.
             let seen = self.bell.value();
@@ -69,7 +72,10 @@ impl Wait<'_> {
             let Some(rest) = limit.checked_sub(waited).filter(|rest| !rest.is_zero()) else {
                 return Err((peer, late(waited)));
             };
-            self.bell.wait(seen, rest);
+            self.bell.wait(seen, attending.nap(rest));
+            if attending.gives_up() {
+                return Err((peer, FaultKind::Interrupted));
+            }
         }
     }
 }

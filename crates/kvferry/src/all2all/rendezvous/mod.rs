@@ -7,6 +7,7 @@ mod tcp;
 use std::sync::Arc;
 use std::time::Duration;
 
+use super::attend::Attend;
 use super::setup::SetupError;
 
 /// Most bytes of a key.
@@ -51,6 +52,20 @@ pub fn rendezvous(
     world: usize,
     timeout: Duration,
 ) -> Result<Arc<dyn Rendezvous>, SetupError> {
+    rendezvous_attended(url, rank, world, timeout, &Attend::default())
+}
+
+/// As [`rendezvous`], with somebody who looks after the wait for rank 0's server.
+///
+/// # Errors
+/// As [`rendezvous`], and [`SetupError::Interrupted`].
+pub fn rendezvous_attended(
+    url: &str,
+    rank: usize,
+    world: usize,
+    timeout: Duration,
+    attend: &Attend,
+) -> Result<Arc<dyn Rendezvous>, SetupError> {
     if rank >= world {
         return Err(SetupError::Range { what: "rank", expected: format!("below {world}"), value: rank });
     }
@@ -69,7 +84,7 @@ pub fn rendezvous(
             if rank == 0 {
                 Ok(Arc::new(tcp::Host::open(rest)?))
             } else {
-                Ok(Arc::new(tcp::Guest::open(rest, timeout)?))
+                Ok(Arc::new(tcp::Guest::open(rest, timeout, attend)?))
             }
         }
         "file" if rest.starts_with('/') => Ok(Arc::new(file::FileStore::open(rest.as_ref())?)),
