@@ -211,3 +211,36 @@ def test_ranks_of_threads_are_not_interrupted_by_the_main_thread_s_signals() -> 
     meet = fresh()
     found = outcomes(2, lambda rank: error_of(lambda: join(rank, 3, rendezvous=meet, setup_timeout=0.4)))
     assert all(isinstance(outcome.value, kf.Error) for outcome in found)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"capacity_bytes": -1}, {"buffers": 2.5}, {"device": "gpu"}, {"rank": 3}, {"rank": 70, "world": 65}],
+    ids=str,
+)
+def test_a_rank_whose_arguments_are_refused_is_not_waited_for(wrong: dict[str, Any]) -> None:
+    meet = fresh()
+
+    def body(rank: int) -> Any:
+        options = dict(wrong) if rank == 1 else {}
+        me, world = options.pop("rank", rank), options.pop("world", 3)
+        return error_of(lambda: join(me, world, rendezvous=meet, **options))
+
+    found = outcomes(3, body)
+    for rank, outcome in enumerate(found):
+        assert outcome.seconds < 4, outcome
+        if rank == 1:
+            assert isinstance(outcome.value, kf.OptionError | TypeError), outcome
+        else:
+            who = wrong.get("rank", 1)
+            assert isinstance(outcome.value, kf.ContractMismatch), outcome
+            assert outcome.value.rank == who and str(found[1].value) in str(outcome.value), outcome
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_two_threads_that_call_themselves_one_rank_both_find_out(rank: int) -> None:
+    meet = fresh()
+    for outcome in outcomes(2, lambda _: error_of(lambda: join(rank, 3, rendezvous=meet))):
+        assert isinstance(outcome.value, kf.ContractMismatch) and outcome.value.rank == rank, outcome
+        assert f"rank {rank} too" in str(outcome.value)
+        assert outcome.seconds < SOON

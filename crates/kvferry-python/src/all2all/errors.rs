@@ -97,6 +97,7 @@ pub(crate) fn setup(py: Python<'_>, error: SetupError) -> PyErr {
         SetupError::Diverged { rank, .. }
         | SetupError::Withdrawn { rank, .. }
         | SetupError::PeerRefused { rank, .. }
+        | SetupError::Duplicate { rank, .. }
         | SetupError::WrongUser { rank, .. }
         | SetupError::Disagree { rank, .. } => mismatch(py, message.clone(), rank, &message),
         SetupError::PeerDied { rank, pid, what } => gone(message, rank, pid, &what),

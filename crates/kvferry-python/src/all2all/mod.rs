@@ -18,7 +18,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kvferry::MemoryKind;
-use kvferry::all2all::{CallOptions, ExchangeDevice};
+use kvferry::all2all::{All2AllBuilder, CallOptions, ExchangeDevice};
 use kvferry::layout::{CapacityRequest, ExchangeOp, GlobalTensor, capacity_for};
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
@@ -62,7 +62,8 @@ struct Options<'a, 'py> {
 }
 
 impl Options<'_, '_> {
-    fn connect(self, py: Python<'_>, rank: usize, world: usize, meeting: Meeting) -> PyResult<All2All> {
+    /// All but the place, which the other ranks are told at if this is refused.
+    fn builder(&self, rank: usize, world: usize) -> PyResult<All2AllBuilder> {
         let capacity = whole("OptionError", "capacity_bytes", self.capacity_bytes, i64::MAX as u64)?;
         let buffers =
             self.buffers.map_or(Ok(4), |given| whole("OptionError", "buffers", given, 1 << 16))? as u32;
@@ -70,17 +71,22 @@ impl Options<'_, '_> {
             Some(ordinal) => ExchangeDevice::Gpu(ordinal),
             None => ExchangeDevice::Cpu,
         };
-        let (timeout, patience) = (self.timeout.duration(), self.setup_timeout.duration());
-        let name = self.name;
+        Ok(kvferry::all2all::All2All::builder(rank, world)
+            .capacity_bytes(capacity)
+            .buffers(buffers)
+            .device(device)
+            .timeout(self.timeout.duration())
+            .setup_timeout(self.setup_timeout.duration())
+            .attend(interrupt::attend())
+            .name(self.name))
+    }
+
+    fn connect(self, py: Python<'_>, rank: usize, world: usize, meeting: Meeting) -> PyResult<All2All> {
+        let patience = self.setup_timeout.duration();
+        let built =
+            self.builder(rank, world).and_then(|builder| builder.check().map(|()| builder).or_raise(py));
+        let mut builder = built.map_err(|error| meeting.refused(py, rank, world, self.name, error))?;
         let made = py.detach(|| {
-            let mut builder = kvferry::all2all::All2All::builder(rank, world)
-                .capacity_bytes(capacity)
-                .buffers(buffers)
-                .device(device)
-                .timeout(timeout)
-                .setup_timeout(patience)
-                .attend(interrupt::attend())
-                .name(name);
             if let Some(place) = meeting.place(rank, world, patience)? {
                 builder = builder.rendezvous(place);
             }

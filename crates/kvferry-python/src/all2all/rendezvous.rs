@@ -4,7 +4,7 @@ use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use kvferry::all2all::{Rendezvous, SetupError, rendezvous_attended};
+use kvferry::all2all::{Rendezvous, SetupError, refuse_to_join, rendezvous_attended};
 
 use super::interrupt::attend;
 use pyo3::exceptions::{PyKeyError, PyTypeError};
@@ -14,6 +14,9 @@ use pyo3::types::{PyBytes, PyDict, PyList, PyString};
 
 /// How often a store that does not wait is asked again.
 const PAUSE: Duration = Duration::from_millis(2);
+
+/// How long rank 0's server is looked for, to say that this rank will not come.
+const REFUSED: Duration = Duration::from_millis(500);
 
 /// Only used while a communicator is set up or reset, on threads that come from Python.
 pub(crate) struct Store {
@@ -73,6 +76,8 @@ impl Store {
 
     /// torch: `wait(keys, timeout)` raises when the time is over, then `get` returns at once.
     fn wait(&self, py: Python<'_>, key: &str, timeout: Duration) -> PyResult<Option<Vec<u8>>> {
+        // No time at all is no limit to some stores.
+        let timeout = timeout.max(Duration::from_millis(10));
         let store = self.object.bind(py);
         let seconds = PyDict::new(py);
         seconds.set_item("seconds", timeout.as_secs_f64().min(1e8))?;
@@ -122,6 +127,26 @@ impl Meeting {
             Meeting::Url(url) => Some(rendezvous_attended(url, rank, world, timeout, &attend())?),
             Meeting::Store(place) => Some(place.clone()),
         })
+    }
+
+    /// Lets the ranks that wait for this one know that its arguments are refused; gives the refusal back.
+    pub(crate) fn refused(
+        &self,
+        py: Python<'_>,
+        rank: usize,
+        world: usize,
+        name: &str,
+        error: PyErr,
+    ) -> PyErr {
+        let reason = error.value(py).to_string();
+        py.detach(|| {
+            // A rank out of range meets nobody as itself.
+            let place = self.place(rank, world.max(rank + 1), REFUSED).ok().flatten()?;
+            refuse_to_join(&*place, name, rank, world, &reason, &attend()).ok()
+        });
+        // What the place says does not matter any more.
+        self.raised();
+        error
     }
 
     /// The exception that the store raised, if it did.

@@ -21,6 +21,7 @@ use super::stats::Counters;
 use super::turn::Turn;
 use super::watch::Watch;
 use super::wire::Notice;
+use super::word::refuse_to_join;
 use super::{cpu, cuda};
 use crate::error::{Error, Result};
 
@@ -137,10 +138,10 @@ impl All2AllBuilder {
     /// communicator, or all get an error.
     ///
     /// # Errors
-    /// A rank or world out of range (before anybody is met), ranks that do not come, disagree or fail, memory that
+    /// A rank or world out of range (before anybody is met, but those who wait are told), ranks that do not come, disagree or fail, memory that
     /// cannot be had.
     pub fn connect(self) -> Result<All2All> {
-        self.check_place()?;
+        self.check().inspect_err(|error| self.tell_that_it_stays_away(error))?;
         let nowhere = Nowhere;
         let mesh = match &self.rendezvous {
             None if self.world > 1 => {
@@ -232,8 +233,20 @@ impl All2AllBuilder {
         }
     }
 
-    /// What must be right for this rank to meet the others at all.
-    fn check_place(&self) -> Result<()> {
+    /// Lets the ranks that wait for this one know.
+    fn tell_that_it_stays_away(&self, error: &Error) {
+        let Some(place) = &self.rendezvous else { return };
+        let Self { rank, world, name, attend, .. } = self;
+        if let Err(error) = refuse_to_join(&**place, name, *rank, *world, &error.to_string(), attend) {
+            tracing::debug!(%error, "could not leave word at the rendezvous");
+        }
+    }
+
+    /// What must be right for this rank to meet the others at all; [`connect`](Self::connect) begins with it.
+    ///
+    /// # Errors
+    /// A rank, world or set-up timeout that cannot be.
+    pub fn check(&self) -> Result<()> {
         if !(1..=MAX_RANKS).contains(&self.world) {
             return Err(invalid("world size", &format!("1 to {MAX_RANKS}"), self.world));
         }

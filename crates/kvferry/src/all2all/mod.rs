@@ -52,6 +52,7 @@ mod stats;
 mod turn;
 pub(crate) mod watch;
 pub(crate) mod wire;
+mod word;
 
 pub use attend::Attend;
 pub use backend::Transport;
@@ -64,6 +65,7 @@ pub use rendezvous::{MAX_KEY, MAX_VALUE, Rendezvous, rendezvous, rendezvous_atte
 pub use result::{ExchangeResult, Output, ResultShape};
 pub use setup::SetupError;
 pub use stats::ExchangeStats;
+pub use word::refuse_to_join;
 
 /// What tests outside the crate drive directly; no part of the interface.
 #[doc(hidden)]

@@ -130,6 +130,14 @@ pub enum SetupError {
         /// Its reason.
         reason: String,
     },
+    /// Two processes, or threads, call themselves the same rank.
+    #[error("process {pid} joins as rank {rank} too: every rank is to be one process or thread")]
+    Duplicate {
+        /// The rank: this one's.
+        rank: usize,
+        /// The other's process.
+        pid: u32,
+    },
     /// A rank turned this one away.
     #[error("rank {rank} refused the connection: {reason}")]
     PeerRefused {

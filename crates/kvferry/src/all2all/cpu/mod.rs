@@ -1,5 +1,6 @@
 //! Ranks that are processes or threads of one host: their memory is shared, the calling threads move the bytes.
 
+mod beat;
 mod run;
 mod setup;
 mod wait;
