@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use exchange::*;
-use kvferry::all2all::{All2All, Attend, ExchangeFailure, rendezvous, rendezvous_attended};
+use kvferry::all2all::{All2All, Attend, ExchangeFailure, SetupError, rendezvous, rendezvous_attended};
 use kvferry::layout::exchange::{ExchangeOp, HeadLayout};
 use kvferry::{Dtype, Error};
 
@@ -292,4 +292,126 @@ fn closing_and_calling_at_once_hangs_nobody() {
             assert!(start.elapsed() < 2 * SOON, "round {round}: {:?}", start.elapsed());
         });
     }
+}
+
+/// Steps that are not calls.
+const STEPS: [(&str, Wait); 2] = [("reset", |comm| comm.reset()), ("output", output)];
+
+#[test]
+fn a_call_against_a_step_of_all_ranks_is_recognised_by_all() {
+    for (name, step) in STEPS {
+        // Who is in the step, and how much later than the callers it comes, in milliseconds.
+        for (who, delay) in [(0, 0), (1, 0), (2, 0), (1, 60), (1, -60)] {
+            ranks(
+                3,
+                |builder| builder,
+                |comm| {
+                    call(&comm, &whole(3), SendRecvHeads).unwrap();
+                    let rank = comm.rank();
+                    let late: i64 = if rank == who { delay } else { -delay };
+                    std::thread::sleep(Duration::from_millis(late.max(0) as u64));
+                    let start = Instant::now();
+                    let named = |found: ExchangeFailure| {
+                        let ExchangeFailure::Mismatch { rank: named, reason, .. } = &found else {
+                            panic!("{found}")
+                        };
+                        assert_eq!(*named, who, "{name} on {rank}: {found}");
+                        assert!(reason.contains("reset()") && reason.contains("empty_output()"), "{found}");
+                    };
+                    match if rank == who {
+                        step(&comm)
+                    } else {
+                        call(&comm, &whole(3), SendRecvHeads).map(drop)
+                    } {
+                        Err(Error::Exchange(found)) => named(found),
+                        // It may hear of one caller from the other, or see one in its reset.
+                        Err(Error::Setup(SetupError::Withdrawn { .. } | SetupError::Diverged { .. }))
+                            if rank == who => {}
+                        other => panic!("{name} on {rank}: {other:?}"),
+                    }
+                    assert!(start.elapsed() < SOON, "{name}: {:?}", start.elapsed());
+                    named(failure(call(&comm, &whole(3), SendRecvHeads)));
+                    // The step that not all were in is in nobody's way.
+                    comm.reset().unwrap();
+                    call(&comm, &whole(3), SendRecvHeads).unwrap();
+                    output(&comm).unwrap();
+                    comm.close().unwrap();
+                },
+            );
+        }
+    }
+}
+
+#[test]
+fn ranks_that_are_ahead_in_a_step_are_not_crossed() {
+    ranks(
+        3,
+        |builder| builder,
+        |comm| {
+            for round in 0..200_u64 {
+                // Somebody is late for the call that the others have done when they come to the step.
+                if round % 3 == comm.rank() as u64 && round % 5 == 0 {
+                    std::thread::sleep(Duration::from_millis(2));
+                }
+                let result = call(&comm, &whole(3), SendRecvHeads).unwrap();
+                if round % 2 == 0 {
+                    drop(result);
+                    output(&comm).unwrap();
+                }
+                if round % 20 == 1 {
+                    if round % 40 == 1 {
+                        // One tells of its failure and resets at once, while the others may still call.
+                        if comm.rank() == 1 {
+                            comm.abort("over").unwrap();
+                        } else {
+                            while call(&comm, &whole(3), SendRecvHeads).is_ok() {}
+                        }
+                    }
+                    comm.reset().unwrap();
+                }
+            }
+            comm.close().unwrap();
+        },
+    );
+}
+
+#[test]
+fn a_refusal_is_not_taken_for_a_crossing() {
+    for round in 0..100 {
+        ranks(
+            2,
+            |builder| builder,
+            |comm| {
+                if comm.rank() == 0 {
+                    comm.refuse(SendRecvHeads, "no", &Default::default()).unwrap();
+                } else {
+                    if round % 2 == 0 {
+                        std::thread::yield_now();
+                    }
+                    let found = failure(call(&comm, &whole(2), SendRecvHeads));
+                    assert!(
+                        matches!(&found, ExchangeFailure::Mismatch { rank: 0, reason, .. } if reason.contains("caller")),
+                        "{found}"
+                    );
+                }
+                comm.reset().unwrap();
+                call(&comm, &whole(2), SendRecvHeads).unwrap();
+            },
+        );
+    }
+}
+
+#[test]
+fn a_busy_rank_may_still_come_to_the_step() {
+    ranks(
+        2,
+        |builder| builder.buffers(1),
+        |comm| {
+            let held = call(&comm, &whole(2), SendRecvHeads).unwrap();
+            assert!(matches!(call(&comm, &whole(2), SendRecvHeads), Err(Error::Busy { .. })));
+            drop(held);
+            output(&comm).unwrap();
+            call(&comm, &whole(2), SendRecvHeads).unwrap();
+        },
+    );
 }

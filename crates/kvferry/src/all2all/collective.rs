@@ -9,6 +9,7 @@ use kvferry_layout::exchange::{HeadLayout, RESULT_ALIGN, TensorInput};
 use super::attend::Attend;
 use super::comm::{Calls, Shared};
 use super::error::{ExchangeFailure, When};
+use super::mesh::CALL;
 
 use super::result::{Output, OutputShared, ResultShape};
 use super::setup::SetupError;
@@ -63,10 +64,12 @@ pub(super) fn empty_output(
         (_, Some(_)) => part::READY,
     };
     let place = lease.as_ref().map_or(0, |lease| lease.place().offset);
-    let mine = message(&[status, calls.next_output, place, bytes]);
+    let counted = shared.monitor.counted();
+    let mine = message(&[status, calls.next_output, place, bytes, counted]);
     let goes_on = || shared.monitor.check().is_ok();
     let parts = shared.mesh.gather_while("output", &mine, shared.patience, &goes_on);
     let parts = parts.map_err(|error| ended(shared, error))?;
+    check_counts(shared, &parts)?;
     // The highest proposal: a rank that missed an earlier attempt which others took for done proposes less.
     let id = parts.iter().filter_map(|part| word(part, 1)).max().unwrap_or(calls.next_output);
     calls.next_output = id + 1;
@@ -94,6 +97,19 @@ pub(super) fn empty_output(
     tracing::debug!(id, bytes, "all2all output");
     let nonce = calls.nonce;
     Ok(Output { shared: Arc::new(OutputShared { id, nonce, places, layout, shapes, lease }) })
+}
+
+/// Ranks that have begun another number of calls than this one are in another place of their program: on a GPU the calls
+/// that they are ahead by still wait.
+fn check_counts(shared: &Shared, parts: &[Vec<u8>]) -> Result<()> {
+    // All ranks see the same, and so fail alike.
+    let counts = parts.iter().map(|part| word(part, 4).filter(|&calls| calls != u64::MAX));
+    let mut known = counts.enumerate().filter_map(|(rank, calls)| Some((rank, calls?)));
+    let Some((_, first)) = known.next() else { return Ok(()) };
+    match known.find(|&(_, calls)| calls != first) {
+        Some((rank, _)) => Err(shared.monitor.crossed_by(rank).into()),
+        None => Ok(()),
+    }
 }
 
 /// The results of a call as [`Contract`](kvferry_layout::exchange::Contract) lays them out.
@@ -126,6 +142,8 @@ fn shapes_of(results: &[([u64; 4], Dtype)], layout: HeadLayout) -> Result<Vec<Re
 fn ended(shared: &Shared, error: SetupError) -> Error {
     match error {
         SetupError::Interrupted { what } => shared.monitor.interrupted(&what),
+        _ if shared.monitor.is_closed() => Error::ExchangeClosed,
+        SetupError::Withdrawn { what, .. } if what == CALL => shared.monitor.crossed_by(shared.rank).into(),
         // Whatever made it so is worth more.
         error @ SetupError::Abandoned { .. } => shared.monitor.check().err().unwrap_or(error.into()),
         error => error.into(),
@@ -151,17 +169,29 @@ pub(super) fn reset(shared: &Shared) -> Result<()> {
     reset_together(shared, &mut calls)
 }
 
+/// Whether a step failed because some rank was not in a reset, rather than in one that did not come off.
+fn is_dead(error: &SetupError) -> bool {
+    match error {
+        SetupError::Withdrawn { what, .. } => what != "reset",
+        SetupError::Diverged { theirs, .. } => theirs == "output",
+        _ => false,
+    }
+}
+
 /// Between the first and the second meeting no rank is in a call, and none begins one: what peers write into this rank's
 /// control words has been written, and nothing more is. Notices of the old session came before the first meeting, on the
 /// same sockets; those of the new one come after the second.
 fn reset_together(shared: &Shared, calls: &mut Calls) -> Result<()> {
     let quiet = shared.backend.quiesce();
-    let mine = message(&[nonce()?, u64::from(quiet.is_ok())]);
+    // A rank that resets what is broken is where it should be, though others may still be in the call that finds out.
+    let broken = shared.monitor.broken_by().is_some();
+    let counted = if broken { u64::MAX } else { shared.monitor.counted() };
+    let mine = message(&[nonce()?, u64::from(quiet.is_ok()), counted]);
     let mut tries = 0..DEAD_STEPS;
     let words = loop {
-        match shared.mesh.gather("reset", &mine, shared.patience) {
-            // This step was another one's, which others gave up before this rank came to it.
-            Err(SetupError::Withdrawn { what, .. }) if what != "reset" && tries.next().is_some() => {}
+        match shared.mesh.gather_while("reset", &mine, shared.patience, &|| true) {
+            // A step of ranks that did not know yet that all is broken: they hear of it, and come to the next one.
+            Err(error) if broken && is_dead(&error) && tries.next().is_some() => {}
             met => break met.map_err(|error| ended(shared, error))?,
         }
     };
@@ -180,7 +210,7 @@ fn reset_together(shared: &Shared, calls: &mut Calls) -> Result<()> {
         }
         .into()),
     };
-    let together = shared.mesh.agree("reset", cleared);
+    let together = shared.mesh.agree("reset agreed", cleared);
     if let Err(error) = together {
         let when = When { epoch: 0, op: None };
         let reason = format!("reset failed: {error}");

@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::time::{Duration, Instant};
 
@@ -23,6 +23,8 @@ const MAX_WAITING: usize = 256;
 const READS_PER_TURN: usize = 64;
 /// Events kept for a watch that has not started.
 const MAX_PENDING: usize = 1024;
+/// What a rank that is in a call withdraws from a step with.
+pub(super) const CALL: &str = "a call";
 /// How soon a full socket is tried again.
 const RETRY: Duration = Duration::from_millis(2);
 
@@ -54,8 +56,19 @@ enum Life {
 /// What a peer sent for a collective step.
 #[derive(Debug)]
 enum Word {
-    Part { label: String, part: Part },
-    Withdrawn { step: String, origin: usize, culprit: Option<usize>, reason: String },
+    /// `calls`: begun before, where that was said. `heard`: the watch has told of it, and of all that came before it.
+    Part {
+        label: String,
+        part: Part,
+        calls: Option<u64>,
+        heard: bool,
+    },
+    Withdrawn {
+        step: String,
+        origin: usize,
+        culprit: Option<usize>,
+        reason: String,
+    },
 }
 
 #[derive(Debug)]
@@ -84,8 +97,12 @@ pub struct Mesh {
     state: Mutex<State>,
     /// Told whenever `state` changes, and when a watch ends.
     news: Condvar,
-    /// Number of the next collective step; held during one.
-    turn: Mutex<u64>,
+    /// Held during a collective step.
+    turn: Mutex<()>,
+    /// Number of the next one.
+    next: AtomicU64,
+    /// One past the highest step that a peer has sent a counted part for.
+    counted: AtomicU64,
     /// Held by whoever reads the sockets: the watch, or without one the thread in a collective step.
     reading: Mutex<()>,
     pub(super) watched: AtomicBool,
@@ -158,7 +175,9 @@ impl Mesh {
             peers,
             state: Mutex::new(State { peers: state, pending: Vec::new() }),
             news: Condvar::new(),
-            turn: Mutex::new(0),
+            turn: Mutex::default(),
+            next: AtomicU64::new(0),
+            counted: AtomicU64::new(0),
             reading: Mutex::new(()),
             watched: AtomicBool::new(false),
             over: AtomicBool::new(false),
@@ -232,7 +251,8 @@ impl Mesh {
         Ok(self.swap(what, mine, None, timeout)?.into_iter().map(|part| part.bytes).collect())
     }
 
-    /// As [`gather`](Self::gather), for as long as `goes_on` says so; it is asked ten times a second.
+    /// As [`gather`](Self::gather), of a step between calls: the last eight bytes of `mine` say how many of them this rank
+    /// has begun. For as long as `goes_on` says so; it is asked ten times a second.
     ///
     /// # Errors
     /// As [`gather`](Self::gather), and [`Abandoned`](SetupError::Abandoned).
@@ -243,7 +263,7 @@ impl Mesh {
         timeout: Duration,
         goes_on: &dyn Fn() -> bool,
     ) -> Result<Vec<Vec<u8>>, SetupError> {
-        let parts = self.swap_while(what, mine, None, timeout, goes_on)?;
+        let parts = self.swap_while(what, mine, None, timeout, Some(goes_on))?;
         Ok(parts.into_iter().map(|part| part.bytes).collect())
     }
 
@@ -258,7 +278,7 @@ impl Mesh {
         fd: Option<BorrowedFd<'_>>,
         timeout: Duration,
     ) -> Result<Vec<Part>, SetupError> {
-        self.swap_while(what, mine, fd, timeout, &|| true)
+        self.swap_while(what, mine, fd, timeout, None)
     }
 
     fn swap_while(
@@ -267,17 +287,16 @@ impl Mesh {
         mine: &[u8],
         fd: Option<BorrowedFd<'_>>,
         timeout: Duration,
-        goes_on: &dyn Fn() -> bool,
+        counted: Option<&dyn Fn() -> bool>,
     ) -> Result<Vec<Part>, SetupError> {
         self.fork.check()?;
         check_text("the name of a collective step", what, MAX_LABEL)?;
-        let mut turn = lock(&self.turn);
-        let sequence = *turn;
-        *turn += 1;
+        let _turn = lock(&self.turn);
+        let sequence = self.next.fetch_add(1, Ordering::SeqCst);
         let result = if mine.len() > MAX_GATHER {
             Err(SetupError::TooLarge { what: what.to_owned(), value: mine.len(), limit: MAX_GATHER })
         } else {
-            self.step(sequence, what, mine, fd, timeout, goes_on)
+            self.step(sequence, what, mine, fd, timeout, counted)
         };
         if let Err(error) = &result {
             self.send_to_all(&withdrawal(self.rank, sequence, what, error));
@@ -301,6 +320,44 @@ impl Mesh {
         Ok(parts.into_iter().map(|part| part.fd).collect())
     }
 
+    /// A rank, and the step it is in, which this rank has not begun though it has begun more calls than the other: that
+    /// rank waits for this one in the step, and this one for it in a call.
+    pub(super) fn crossed_by(&self, calls: u64) -> Option<(usize, u64)> {
+        let next = self.next.load(Ordering::SeqCst);
+        if self.counted.load(Ordering::SeqCst) <= next {
+            return None;
+        }
+        let state = lock(&self.state);
+        state.peers.iter().enumerate().find_map(|(rank, peer)| {
+            let crossed = |(sequence, word): &&(u64, Word)| {
+                let behind = |word: &Word| matches!(word, Word::Part { calls: Some(theirs), heard: true, .. } if *theirs < calls);
+                *sequence >= next && behind(word)
+            };
+            peer.waiting.iter().find(crossed).map(|(sequence, _)| (rank, *sequence))
+        })
+    }
+
+    /// Passes over a step, unless this rank has come to it meanwhile, and tells those that are in it.
+    pub(super) fn turn_down(&self, sequence: u64) {
+        let passed = |next: u64| (next <= sequence).then_some(sequence.saturating_add(1));
+        if self.next.fetch_update(Ordering::SeqCst, Ordering::SeqCst, passed).is_err() {
+            return;
+        }
+        let reason = "it is in a call".to_owned();
+        let (step, origin) = (CALL.to_owned(), self.rank as u32);
+        self.send_to_all(&Message::Withdraw { sequence, step, origin, culprit: None, reason });
+    }
+
+    /// The watch has told of a peer's part in a step.
+    pub(super) fn heard(&self, rank: usize, sequence: u64) {
+        let mut state = lock(&self.state);
+        for (number, word) in state.peers.get_mut(rank).into_iter().flat_map(|peer| &mut peer.waiting) {
+            if let (Word::Part { heard, .. }, true) = (word, *number == sequence) {
+                *heard = true;
+            }
+        }
+    }
+
     /// All ranks pass a step, or all raise: the ranks that failed their own error, the others what the lowest of those
     /// said. The timeout is the one of [`join`](Self::join).
     ///
@@ -311,10 +368,10 @@ impl Mesh {
             Ok(()) => vec![0],
             // Whoever is to stop waits for nobody.
             Err(crate::Error::Interrupted { what: wait }) => {
-                let mut turn = lock(&self.turn);
+                let _turn = lock(&self.turn);
+                let sequence = self.next.fetch_add(1, Ordering::SeqCst);
                 let error = SetupError::Interrupted { what: wait.clone() };
-                self.send_to_all(&withdrawal(self.rank, *turn, what, &error));
-                *turn += 1;
+                self.send_to_all(&withdrawal(self.rank, sequence, what, &error));
                 return outcome;
             }
             Err(error) => [&[1], cut(&error.to_string()).as_bytes()].concat(),
@@ -375,26 +432,28 @@ impl Mesh {
         mine: &[u8],
         fd: Option<BorrowedFd<'_>>,
         timeout: Duration,
-        goes_on: &dyn Fn() -> bool,
+        counted: Option<&dyn Fn() -> bool>,
     ) -> Result<Vec<Part>, SetupError> {
         let start = Instant::now();
         let mut attending = self.attend.begin();
-        let frame = wire::part(sequence, what, mine);
+        let frame = wire::part(sequence, what, mine, counted.is_some());
         let mut unsent = self.here();
         loop {
-            if !goes_on() || self.over.load(Ordering::Acquire) {
-                return Err(SetupError::Abandoned { what: what.to_owned() });
-            }
             unsent.retain(|&rank| {
                 let Some(peer) = &self.peers[rank] else { return false };
                 let sent = peer.socket.try_send(&frame, fd.as_slice());
                 // Any other failure is the peer's end, which reading it tells in its order.
                 matches!(sent, Err(error) if error.kind() == io::ErrorKind::WouldBlock)
             });
+            // Asked without the lock; counts only where parts are missing.
+            let ended = counted.is_some_and(|goes_on| !goes_on()) || self.over.load(Ordering::Acquire);
             let mut state = lock(&self.state);
             let missing = self.missing(&state, sequence, what)?;
             if missing.is_empty() && unsent.is_empty() {
                 return Ok(self.take(&mut state, sequence, mine));
+            }
+            if ended {
+                return Err(SetupError::Abandoned { what: what.to_owned() });
             }
             let left = left(start, timeout);
             if left.is_zero() {
@@ -567,9 +626,16 @@ impl Mesh {
 
     fn file(&self, rank: usize, bytes: &[u8], fds: Vec<OwnedFd>) -> Result<Option<Event>, String> {
         match Message::decode(bytes).map_err(|error| error.to_string())? {
-            Message::Part { sequence, label, payload } => {
+            Message::Part { sequence, label, payload, counted } => {
+                let calls = payload.last_chunk().filter(|_| counted).map(|calls| u64::from_le_bytes(*calls));
                 let part = Part { bytes: payload, fd: fds.into_iter().next() };
-                self.hold(rank, sequence, Word::Part { label, part })
+                self.hold(rank, sequence, Word::Part { label, part, calls, heard: false })?;
+                if calls.is_none() {
+                    return Ok(None);
+                }
+                self.counted.fetch_max(sequence.saturating_add(1), Ordering::SeqCst);
+                let ahead = sequence >= self.next.load(Ordering::SeqCst);
+                Ok(ahead.then_some(Event::Step { peer: rank, sequence }))
             }
             Message::Withdraw { sequence, step, origin, culprit, reason } => {
                 let (origin, culprit) = (origin as usize, culprit.map(|rank| rank as usize));
@@ -614,8 +680,18 @@ fn withdrawal(own: usize, sequence: u64, step: &str, error: &SetupError) -> Mess
         SetupError::Withdrawn { rank, reason, .. } => (*rank, None, cut(reason)),
         error => (own, None, cut(&error.to_string())),
     };
-    let step = if let SetupError::Withdrawn { what, .. } = error { what } else { step };
-    Message::Withdraw { sequence, step: step.to_owned(), origin: origin as u32, culprit, reason }
+    // Told from one that failed: nobody need fail for it who was not in it.
+    let dead = match error {
+        SetupError::Abandoned { .. } | SetupError::Diverged { .. } => true,
+        SetupError::Withdrawn { what, .. } => what == CALL,
+        _ => false,
+    };
+    let step = match error {
+        _ if dead => format!("an abandoned {step}"),
+        SetupError::Withdrawn { what, .. } => what.clone(),
+        _ => step.to_owned(),
+    };
+    Message::Withdraw { sequence, step, origin: origin as u32, culprit, reason }
 }
 
 /// Step 0 is the one that ends set-up: a rank that fails before tells those it is connected to.

@@ -1,6 +1,6 @@
 //! Whether a communicator works, and what broke it.
 
-use std::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -39,6 +39,10 @@ pub(crate) struct Monitor {
     gone: (Mutex<()>, Condvar),
     /// Code of the operation that runs, or 0.
     running: AtomicU32,
+    /// Calls begun since the last reset, so far as peers can know of them.
+    begun: AtomicU64,
+    /// A call was captured: graphs make calls that nobody counts.
+    uncounted: AtomicBool,
     /// Number of resets.
     session: AtomicU32,
     backend: OnceLock<Arc<dyn Backend>>,
@@ -56,6 +60,8 @@ impl Monitor {
             dead: AtomicU64::new(0),
             gone: Default::default(),
             running: AtomicU32::new(0),
+            begun: AtomicU64::new(0),
+            uncounted: AtomicBool::new(false),
             session: AtomicU32::new(0),
             backend: OnceLock::new(),
             mesh: OnceLock::new(),
@@ -102,6 +108,45 @@ impl Monitor {
         Ok(running)
     }
 
+    /// Counts a call, before anything of it is posted. Refuses it if a peer that has not made it waits for this rank in a
+    /// step of all ranks.
+    pub(crate) fn count(&self, captured: bool) -> Result<()> {
+        if captured {
+            self.uncounted.store(true, Ordering::SeqCst);
+            return Ok(());
+        }
+        // Whichever comes last sees both, this or the event of the peer's part: each notes its own first.
+        let calls = self.begun.fetch_add(1, Ordering::SeqCst) + 1;
+        match self.mesh.get().and_then(|mesh| mesh.crossed_by(calls)) {
+            Some((peer, step)) if !self.uncounted.load(Ordering::SeqCst) => {
+                Err(self.cross(self.session.load(Ordering::Acquire), peer, Some(step)).into())
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Takes back a call of which nothing was posted.
+    pub(crate) fn uncount(&self) {
+        self.begun.fetch_sub(1, Ordering::SeqCst);
+    }
+
+    /// Calls begun, as steps of all ranks tell it: the highest number where that is not known.
+    pub(crate) fn counted(&self) -> u64 {
+        if self.uncounted.load(Ordering::SeqCst) { u64::MAX } else { self.begun.load(Ordering::SeqCst) }
+    }
+
+    /// A rank is in a step of all ranks where others are in a call, or have been.
+    pub(crate) fn crossed_by(&self, peer: usize) -> ExchangeFailure {
+        self.cross(self.session.load(Ordering::Acquire), peer, None)
+    }
+
+    /// The same, found in a session; those in the step learn that this rank will not come.
+    fn cross(&self, session: u32, peer: usize, step: Option<u64>) -> ExchangeFailure {
+        let reason = Refusal::Elsewhere.to_string();
+        let failure = ExchangeFailure::Mismatch { rank: peer, reason, when: self.when() };
+        self.fail_in(session, failure, Some(Some(Refusal::Elsewhere)), step)
+    }
+
     /// The failure of a communicator that is broken.
     fn failure(&self) -> ExchangeFailure {
         let aborted = || ExchangeFailure::Aborted {
@@ -130,8 +175,23 @@ impl Monitor {
     /// Breaks the communicator, unless it is broken already, and gives what broke it. `tell`: peers cannot know it yet;
     /// with the refusal it came from, if it came from one.
     pub(crate) fn fail(&self, failure: ExchangeFailure, tell: Option<Option<Refusal>>) -> ExchangeFailure {
+        self.fail_in(self.session.load(Ordering::Acquire), failure, tell, None)
+    }
+
+    /// The same of what was found in a session; nothing breaks if that is over. `step`: one that this rank passes over.
+    fn fail_in(
+        &self,
+        session: u32,
+        failure: ExchangeFailure,
+        tell: Option<Option<Refusal>>,
+        step: Option<u64>,
+    ) -> ExchangeFailure {
         {
             let mut first = lock(&self.failure);
+            // Sessions change under this lock.
+            if self.session.load(Ordering::Acquire) != session {
+                return failure;
+            }
             if let Some(first) = &*first {
                 return first.clone();
             }
@@ -141,6 +201,10 @@ impl Monitor {
                 && let Some(mesh) = self.mesh.get()
             {
                 mesh.tell(notice_of(&failure, refusal, self.session.load(Ordering::Acquire) as u8));
+            }
+            // Before this rank can come to a later one.
+            if let (Some(step), Some(mesh)) = (step, self.mesh.get()) {
+                mesh.turn_down(step);
             }
             // A closed communicator stays closed.
             let _ = self.phase.compare_exchange(OPEN, BROKEN, Ordering::AcqRel, Ordering::Acquire);
@@ -222,8 +286,23 @@ impl Monitor {
             Event::Abort { from, kind, peer, epoch } => {
                 let word = NoticeWord::unpack(kind);
                 // What an earlier session was told may be read after the reset that ended it.
-                if word.session == self.session.load(Ordering::Acquire) as u8 && peer < self.world {
-                    self.fail(word.failure(from, peer, epoch, self.pid(peer)), None);
+                let session = self.session.load(Ordering::Acquire);
+                if word.session == session as u8 && peer < self.world {
+                    self.fail_in(session, word.failure(from, peer, epoch, self.pid(peer)), None, None);
+                }
+            }
+            Event::Step { peer, sequence } => {
+                let Some(mesh) = self.mesh.get() else { return };
+                mesh.heard(peer, sequence);
+                let session = self.session.load(Ordering::SeqCst);
+                // Read before what the mesh holds: a call that comes after the step is begun after it.
+                let calls = self.begun.load(Ordering::SeqCst);
+                let open = self.phase.load(Ordering::Acquire) == OPEN;
+                if let Some((peer, step)) = mesh.crossed_by(calls)
+                    && open
+                    && !self.uncounted.load(Ordering::SeqCst)
+                {
+                    self.cross(session, peer, Some(step));
                 }
             }
             Event::Bye { peer } => {
@@ -289,6 +368,7 @@ impl Monitor {
         let mut failure = lock(&self.failure);
         clear()?;
         self.session.fetch_add(1, Ordering::AcqRel);
+        self.begun.store(0, Ordering::SeqCst);
         if self.dead.load(Ordering::Acquire) != 0 {
             // It died before `clear`, and the failure is still that, or it is found by the caller's next agreement.
             self.abort_backend();

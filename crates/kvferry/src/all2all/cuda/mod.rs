@@ -314,6 +314,10 @@ impl Backend for CudaBackend {
         if let Some(gate) = &self.gate {
             gate.come_back(self.rank);
         }
+        // Graphs live on.
+        if let Some(ticker) = self.ticker.get() {
+            ticker.resume();
+        }
         Ok(())
     }
 
