@@ -263,7 +263,10 @@ class All2All:
         PeerDied or PeerTimeout if a rank is missing: make a new communicator then.
         """
     def close(self) -> None:
-        """Lets go of the peers, waiting for them briefly; raises what had broken it. May be called again."""
+        """Lets go of the peers, waiting for them briefly; raises what had broken it. May be called again.
+
+        What another thread of this rank waits in ends with ClosedError, and the peers raise PeerDied.
+        """
     def set_timeout(self, timeout: float) -> None:
         """Most seconds that a call waits for a rank, from now on; also a call that is waiting now."""
     def stats(self) -> _ExchangeStats:

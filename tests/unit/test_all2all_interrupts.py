@@ -44,7 +44,9 @@ def leaves_nothing() -> Iterator[None]:
 
 
 def send(comm: kf.All2All, rank: int) -> Any:
-    return comm.send_recv_heads(given(TENSOR, "send_recv_heads", rank), **contract("send_recv_heads", [TENSOR]))
+    return comm.send_recv_heads(
+        given(TENSOR, "send_recv_heads", rank), **contract("send_recv_heads", [TENSOR])
+    )
 
 
 def output(comm: kf.All2All, rank: int) -> Any:
@@ -125,17 +127,17 @@ def test_ctrl_c_ends_set_up(tmp_path: Path, kind: str, rank: int) -> None:
 
 
 def test_another_handler_s_exception_comes_out_as_it_is() -> None:
-    class Enough(Exception):
+    class EnoughError(Exception):
         pass
 
     def handler(_number: int, _frame: Any) -> None:
-        raise Enough("of this")
+        raise EnoughError("of this")
 
     before = signal.signal(signal.SIGALRM, handler)
     try:
         signal.setitimer(signal.ITIMER_REAL, 0.2)
         start = time.monotonic()
-        with pytest.raises(Enough, match="of this"):
+        with pytest.raises(EnoughError, match="of this"):
             join(0, 2, rendezvous=fresh())
         assert time.monotonic() - start < SOON
     finally:

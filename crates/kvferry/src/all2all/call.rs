@@ -145,10 +145,8 @@ impl Shared {
             Landing::PoolOrCopy(target) => (Some(target), true),
             Landing::Copy(target) => (Some(target), false),
         };
-        if pool_first {
-            if let Some(lease) = self.pool.take(capture) {
-                return Ok(Some(Landed { place: lease.place(), lease: Some(lease), into: None }));
-            }
+        if pool_first && let Some(lease) = self.pool.take(capture) {
+            return Ok(Some(Landed { place: lease.place(), lease: Some(lease), into: None }));
         }
         let Some(target) = target else { return Ok(None) };
         if pool_first {
