@@ -146,7 +146,7 @@ def test_another_handler_s_exception_comes_out_as_it_is() -> None:
 
 
 def test_a_handler_that_returns_ends_nothing() -> None:
-    calls = []
+    calls: list[None] = []
     before = signal.signal(signal.SIGALRM, lambda *_: calls.append(None))
     meet = fresh()
     try:
