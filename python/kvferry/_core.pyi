@@ -114,7 +114,9 @@ class All2All:
     All ranks make the same calls in the same order. A rank that disagrees, refuses its arguments, is late,
     dies or aborts breaks it on every rank: ContractMismatch, PeerTimeout, PeerDied or Aborted, again and
     again until all ranks reset(). Results belong to the caller until dropped, after close() too.
-    In a forked child everything raises ForkError, after close() ClosedError.
+    After close() every method raises ClosedError, in a forked child ForkError, but for what is true anyway:
+    rank, world_size, capacity_bytes, device, closed, head_range() and, after close(), stats() and
+    record_stream(), as results live on.
     """
 
     def __new__(
@@ -267,7 +269,7 @@ class All2All:
     def set_timeout(self, timeout: float) -> None:
         """Most seconds that a call waits for a rank, from now on; also a call that is waiting now."""
     def stats(self) -> _ExchangeStats:
-        """Counts so far, and by what the peers' memory is reached."""
+        """Counts so far (until close()), and by what the peers' memory is reached."""
     @property
     def rank(self) -> int:
         """This rank."""

@@ -8,11 +8,12 @@ use kvferry::{Dtype, ForeignArray, MemoryKind, Region};
 use pyo3::buffer::PyUntypedBuffer;
 use pyo3::exceptions::{PyBufferError, PyTypeError};
 use pyo3::prelude::*;
-use pyo3::types::{PyList, PyMapping, PyMemoryView, PyTuple};
+use pyo3::sync::PyOnceLock;
+use pyo3::types::{PyDict, PyList, PyMapping, PyMemoryView, PyTuple, PyType};
 
 use crate::dlpack;
-use crate::errors::{plain, to_py};
-use crate::users::Users;
+use crate::errors::{plain, shown, to_py};
+use crate::users::{Users, attribute, loaded};
 
 /// Keeps a Python object alive from any thread; the last drop is left to the next call that holds the GIL.
 pub(crate) struct PyOwner(#[expect(dead_code, reason = "held for its reference")] pub(crate) Py<PyAny>);
@@ -211,6 +212,9 @@ pub(crate) fn raw(object: &Bound<'_, PyAny>, name: &str) -> PyResult<Raw> {
         // Its buffer shows bfloat16 and fp8 as integers.
         return dlpack::import(object, name).map_err(|error| noted(py, error, name));
     }
+    if is_masked(object)? {
+        return Err(masked(py, name));
+    }
     let unbuffered = match PyMemoryView::from(object) {
         Ok(view) => return buffer(&view, name),
         Err(error) => error,
@@ -280,20 +284,22 @@ fn buffer(view: &Bound<'_, PyMemoryView>, name: &str) -> PyResult<Raw> {
 /// NumPy's `__array_interface__`, or Numba's `__cuda_array_interface__`, both in version 3.
 pub(crate) fn interface(object: &Bound<'_, PyAny>, name: &str, protocol: &str) -> PyResult<Raw> {
     let py = object.py();
-    let interface = object.getattr(protocol)?;
-    let optional = |key: &str| interface.call_method1("get", (key,));
-    let (addr, read_only): (u64, bool) = interface.get_item("data")?.extract()?;
-    let shape: Vec<i64> = interface.get_item("shape")?.extract()?;
-    let shape: Vec<u64> = shape.into_iter().map(|extent| extent.max(0) as u64).collect();
-    let kind: String = interface.get_item("typestr")?.extract()?;
-    if !optional("mask")?.is_none() {
-        return Err(plain(py, "LayoutError", format!("{name}: masked arrays are not supported")));
+    let fields = Fields { name, protocol, given: object.getattr(protocol)? };
+    let (addr, read_only): (u64, bool) = fields.needed("data", "an (address, read-only) pair")?;
+    let shape: Vec<u64> = fields.needed("shape", "a tuple of integers from 0 to 2**64 - 1")?;
+    let kind: String = fields.needed("typestr", "a string")?;
+    if fields.get("mask")?.is_some() {
+        return Err(masked(py, name));
     }
     let item_bytes: u64 = kind.get(2..).and_then(|digits| digits.parse().ok()).unwrap_or(0);
-    let strides = match optional("strides")?.extract::<Option<Vec<i64>>>()? {
-        Some(strides) => strides,
+    let strides = match fields.get("strides")? {
+        Some(strides) => fields.read("strides", &strides, "a tuple of integers")?,
         None => packed(&shape, item_bytes),
     };
+    if strides.len() != shape.len() {
+        let counts = format!("{} entries for {} axes", strides.len(), shape.len());
+        return Err(fields.wrong(&format!("[\"strides\"] has {counts}")));
+    }
     let (order, letter) = (kind.get(..1), kind.get(1..2));
     let native = order != Some(">");
     let dtype = match (letter, item_bytes) {
@@ -320,6 +326,62 @@ pub(crate) fn interface(object: &Bound<'_, PyAny>, name: &str, protocol: &str) -
         on_device: protocol.starts_with("__cuda"),
         keep: object.clone().unbind(),
     })
+}
+
+/// The fields of an array interface, which anybody may have filled with anything.
+struct Fields<'a, 'py> {
+    name: &'a str,
+    protocol: &'a str,
+    given: Bound<'py, PyAny>,
+}
+
+impl<'py> Fields<'_, 'py> {
+    /// A field that is there and not None.
+    fn get(&self, key: &str) -> PyResult<Option<Bound<'py, PyAny>>> {
+        let Ok(fields) = self.given.cast::<PyDict>() else {
+            return Err(self.wrong(&format!("must be a dict, got {}", self.given.get_type().name()?)));
+        };
+        Ok(fields.get_item(key)?.filter(|value| !value.is_none()))
+    }
+
+    fn needed<T: for<'a> FromPyObject<'a, 'py>>(&self, key: &str, expected: &str) -> PyResult<T> {
+        match self.get(key)? {
+            Some(value) => self.read(key, &value, expected),
+            None => Err(self.wrong(&format!("has no {key:?}"))),
+        }
+    }
+
+    fn read<T: for<'a> FromPyObject<'a, 'py>>(
+        &self,
+        key: &str,
+        value: &Bound<'py, PyAny>,
+        expected: &str,
+    ) -> PyResult<T> {
+        let wrong = || self.wrong(&format!("[{key:?}] must be {expected}, got {}", shown(value)));
+        value.extract().map_err(|_| wrong())
+    }
+
+    fn wrong(&self, what: &str) -> PyErr {
+        let gap = if what.starts_with('[') { "" } else { " " };
+        plain(self.given.py(), "ProtocolError", format!("{}: its {}{gap}{what}", self.name, self.protocol))
+    }
+}
+
+fn masked(py: Python<'_>, name: &str) -> PyErr {
+    plain(py, "LayoutError", format!("{name}: masked arrays are not supported"))
+}
+
+/// Whether `object` is an array of numpy.ma, whose buffer does not show its mask.
+fn is_masked(object: &Bound<'_, PyAny>) -> PyResult<bool> {
+    static MASKED: PyOnceLock<Py<PyType>> = PyOnceLock::new();
+    let py = object.py();
+    if MASKED.get(py).is_none() {
+        let Some(module) = loaded(py, "numpy.ma")? else { return Ok(false) };
+        let Some(class) = attribute(&module, "MaskedArray")? else { return Ok(false) };
+        let class = class.cast_into::<PyType>()?.unbind();
+        MASKED.get_or_init(py, || class);
+    }
+    MASKED.get(py).map_or(Ok(false), |class| object.is_instance(class.bind(py)))
 }
 
 /// The dtype that `object.dtype.name` spells.

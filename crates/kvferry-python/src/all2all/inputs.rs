@@ -6,7 +6,7 @@ use std::sync::Arc;
 use kvferry::all2all::ExchangeArray;
 use kvferry::cuda::DeviceRegion;
 use kvferry::host::{HostRegion, Owner};
-use kvferry::layout::HeadLayout;
+use kvferry::layout::{ExchangeError, HeadLayout, MAX_TENSORS};
 use kvferry::{Dtype, MemoryKind, Region};
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -17,7 +17,7 @@ use super::array;
 use super::torch::torch;
 use crate::arrays::{PyOwner, Raw, memory_of, raw};
 use crate::dlpack::{self, DEVICE_CPU, DEVICE_CUDA, DEVICE_CUDA_HOST, DlDataType};
-use crate::errors::plain;
+use crate::errors::{OrRaise, plain};
 use crate::users::{Users, attribute, loaded};
 
 /// The library that an array belongs to: its results do too.
@@ -60,7 +60,12 @@ impl<'py> Inputs<'py> {
             let each = vec![input(tensors.clone(), 0, layout, declared, home)?];
             return Ok(Inputs { each, single: true });
         }
-        let mut each = Vec::with_capacity(4);
+        // Before any of them is looked at.
+        let (value, limit) = (tensors.len()?, MAX_TENSORS);
+        if value > limit {
+            return Err(ExchangeError::TensorCount { value, limit }).or_raise(tensors.py());
+        }
+        let mut each = Vec::with_capacity(value);
         for (index, tensor) in tensors.try_iter()?.enumerate() {
             each.push(input(tensor?, index, layout, declared, home)?);
         }

@@ -122,6 +122,27 @@ impl All2AllBuilder {
         self
     }
 
+    /// What must be right for this rank to meet the others at all; [`connect`](Self::connect) begins with it.
+    ///
+    /// # Errors
+    /// A rank, world, name or set-up timeout that cannot be.
+    pub fn check(&self) -> Result<()> {
+        if !(1..=MAX_RANKS).contains(&self.world) {
+            return Err(invalid("world_size", &format!("1 to {MAX_RANKS}"), self.world));
+        }
+        if self.rank >= self.world {
+            return Err(invalid("rank", &format!("below {}", self.world), self.rank));
+        }
+        if self.setup_timeout.is_zero() {
+            return Err(invalid("setup_timeout", "longer than nothing", "0 s"));
+        }
+        // Memory that ranks share has the name in its own.
+        if self.name.contains('\0') {
+            return Err(invalid("name", "without a zero byte", &self.name));
+        }
+        Ok(())
+    }
+
     /// Meets the other ranks and shares memory with them. Every stage ends in the outcome of all: all ranks get a
     /// communicator, or all get an error.
     ///
@@ -129,7 +150,7 @@ impl All2AllBuilder {
     /// A rank or world out of range (before anybody is met), ranks that do not come, disagree or fail, memory that
     /// cannot be had.
     pub fn connect(self) -> Result<All2All> {
-        self.check_place()?;
+        self.check()?;
         let nowhere = Nowhere;
         let mesh = match &self.rendezvous {
             None if self.world > 1 => {
@@ -216,20 +237,6 @@ impl All2AllBuilder {
             ExchangeDevice::Cpu => cpu::connect(setup),
             ExchangeDevice::Gpu(ordinal) => cuda::connect(setup, ordinal),
         }
-    }
-
-    /// What must be right for this rank to meet the others at all.
-    fn check_place(&self) -> Result<()> {
-        if !(1..=MAX_RANKS).contains(&self.world) {
-            return Err(invalid("world size", &format!("1 to {MAX_RANKS}"), self.world));
-        }
-        if self.rank >= self.world {
-            return Err(invalid("rank", &format!("below {}", self.world), self.rank));
-        }
-        if self.setup_timeout.is_zero() {
-            return Err(invalid("set-up timeout", "longer than nothing", "0 s"));
-        }
-        Ok(())
     }
 
     fn check_arguments(&self) -> Result<()> {

@@ -7,6 +7,8 @@ mod tcp;
 use std::sync::Arc;
 use std::time::Duration;
 
+use kvferry_layout::exchange::MAX_RANKS;
+
 use super::setup::SetupError;
 
 /// Most bytes of a key.
@@ -51,6 +53,10 @@ pub fn rendezvous(
     world: usize,
     timeout: Duration,
 ) -> Result<Arc<dyn Rendezvous>, SetupError> {
+    if !(1..=MAX_RANKS).contains(&world) {
+        let expected = format!("1 to {MAX_RANKS}");
+        return Err(SetupError::Range { what: "world_size", expected, value: world });
+    }
     if rank >= world {
         return Err(SetupError::Range { what: "rank", expected: format!("below {world}"), value: rank });
     }
@@ -59,9 +65,13 @@ pub fn rendezvous(
     if rest.is_empty() {
         return Err(bad("the address is empty"));
     }
+    if rest.contains('\0') {
+        return Err(bad("the address holds a zero byte"));
+    }
     match scheme {
         "tcp" => {
-            let (_, port) = rest.rsplit_once(':').ok_or_else(|| bad("tcp:// needs host:port"))?;
+            let named = rest.rsplit_once(':').filter(|(host, _)| !host.is_empty());
+            let (_, port) = named.ok_or_else(|| bad("tcp:// needs host:port"))?;
             match port.parse::<u16>() {
                 Ok(1..) => {}
                 _ => return Err(bad("the port must be 1 to 65535")),
