@@ -101,10 +101,13 @@ pub(crate) fn import(object: &Bound<'_, PyAny>, name: &str) -> PyResult<Raw> {
         }
         Err(error) => return Err(error),
     };
-    let capsule = capsule.cast_into::<PyCapsule>().map_err(|error| {
-        let kind = error.into_inner().get_type();
-        wrong(format!("__dlpack__ must give a capsule, got {kind}"))
-    })?;
+    let capsule = match capsule.cast_into::<PyCapsule>() {
+        Ok(capsule) => capsule,
+        Err(error) => {
+            let given = error.into_inner();
+            return Err(wrong(format!("__dlpack__ must give a capsule, got {}", shown(&given))));
+        }
+    };
     let (tensor, read_only) = if capsule.is_valid_checked(Some(VERSIONED)) {
         let managed = capsule.pointer_checked(Some(VERSIONED))?.cast::<DlManagedTensorVersioned>();
         // SAFETY: a capsule of this name holds a live DLManagedTensorVersioned (DLPack 1.x); we hold the capsule, it is

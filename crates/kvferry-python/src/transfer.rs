@@ -222,16 +222,16 @@ impl Timeout {
         self.0
     }
 
-    /// Reads the argument `name`.
+    /// Reads the argument `name`; True and False are no numbers.
     pub(crate) fn read(name: &str, value: &Bound<'_, PyAny>) -> PyResult<Timeout> {
-        let py = value.py();
-        let wrong = || {
-            let kind = value.get_type().name()?;
-            Err(PyTypeError::new_err(format!("{name} must be a number of seconds, got {kind}")))
-        };
         if value.is_instance_of::<PyBool>() {
-            return wrong();
+            return Err(no_seconds(name, value));
         }
+        Timeout::number(name, value)
+    }
+
+    fn number(name: &str, value: &Bound<'_, PyAny>) -> PyResult<Timeout> {
+        let py = value.py();
         let seconds = match value.extract::<f64>() {
             Ok(seconds) => seconds,
             // An integer beyond every float.
@@ -242,7 +242,7 @@ impl Timeout {
                     f64::INFINITY
                 }
             }
-            Err(error) if error.is_instance_of::<PyTypeError>(py) => return wrong(),
+            Err(error) if error.is_instance_of::<PyTypeError>(py) => return Err(no_seconds(name, value)),
             Err(error) => return Err(error),
         };
         if seconds.is_nan() || seconds < 0.0 {
@@ -254,10 +254,17 @@ impl Timeout {
     }
 }
 
+fn no_seconds(name: &str, value: &Bound<'_, PyAny>) -> PyErr {
+    match value.get_type().name() {
+        Ok(kind) => PyTypeError::new_err(format!("{name} must be a number of seconds, got {kind}")),
+        Err(error) => error,
+    }
+}
+
 impl FromPyObject<'_, '_> for Timeout {
     type Error = PyErr;
 
     fn extract(value: Borrowed<'_, '_, PyAny>) -> PyResult<Timeout> {
-        Timeout::read("timeout", &value)
+        Timeout::number("timeout", &value)
     }
 }

@@ -334,8 +334,8 @@ impl All2All {
     }
 
     /// Bound of every wait inside a call from now on, also of one that runs.
-    fn set_timeout(&self, py: Python<'_>, timeout: Timeout) -> PyResult<()> {
-        let timeout = timeout.duration();
+    fn set_timeout(&self, py: Python<'_>, timeout: &Bound<'_, PyAny>) -> PyResult<()> {
+        let timeout = Timeout::read("timeout", timeout)?.duration();
         py.detach(|| self.comm.set_timeout(timeout)).or_raise(py)
     }
 

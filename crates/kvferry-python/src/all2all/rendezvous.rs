@@ -12,7 +12,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyList, PyString};
 
 use super::options::text;
-use crate::errors::plain;
+use crate::errors::{plain, shown};
 
 /// How often a store that does not wait is asked again.
 const PAUSE: Duration = Duration::from_millis(2);
@@ -116,9 +116,9 @@ impl Store {
     }
 
     fn junk(&self, py: Python<'_>, key: &str, what: &str) -> PyErr {
-        let kind = self.object.bind(py).get_type();
+        let store = shown(self.object.bind(py));
         let message =
-            format!("rendezvous ({kind}): get({key:?}) must give the bytes that a rank has set, {what}");
+            format!("rendezvous {store}: get({key:?}) must give the bytes that a rank has set, {what}");
         plain(py, "RendezvousError", message)
     }
 }
