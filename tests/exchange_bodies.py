@@ -196,6 +196,7 @@ def forks(rank: int, world: int, told: Told, *, meet: str) -> Any:
     (kept,) = exchanged(comm, rank, "send_recv_heads", [tensor])
     child = os.fork()
     if child == 0:
+        wrong: Any = comm
         tries = [
             lambda: comm.send_recv_heads(array, **said),
             lambda: comm.gather_heads(array),
@@ -206,8 +207,8 @@ def forks(rank: int, world: int, told: Told, *, meet: str) -> Any:
             comm.reset,
             comm.close,
             lambda: comm.set_timeout(1),
-            lambda: comm.empty_output(),
-            lambda: comm.gather_heads(layout=5),
+            wrong.empty_output,
+            lambda: wrong.gather_heads(layout=5),
             comm.stats,
             lambda: comm.record_stream(kept, 0),
         ]

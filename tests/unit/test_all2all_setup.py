@@ -303,7 +303,9 @@ def test_a_store_in_which_nobody_comes() -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("base", [Store, TorchLike])
-@pytest.mark.parametrize("junk", [5, 1.5, object(), "text", [300], b"", b"short", b"\xa5" * 300, None], ids=str)
+@pytest.mark.parametrize(
+    "junk", [5, 1.5, object(), "text", [300], b"", b"short", b"\xa5" * 300, None], ids=str
+)
 def test_a_store_that_gives_junk(junk: Any, base: type[Store], rank: int) -> None:
     """Junk is said at once; a store that forgets what was set, as soon as that is certain."""
 

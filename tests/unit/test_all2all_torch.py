@@ -168,7 +168,7 @@ def test_own_errors_reach_the_other_ranks() -> None:
         (kf.LayoutError, "between 1 and 16 tensors, got 17", lambda c, x: kft.send_recv_heads(c, [x] * 17)),
         (kf.LayoutError, "between 1 and 16 tensors, got 0", lambda c, x: kft.send_recv_heads(c, [])),
         (TypeError, "layout", lambda c, x: kft.send_recv_heads(c, x, layout=5)),
-        (TypeError, "axis", lambda c, x: kft.allgather(c, x, 5)),
+        (TypeError, "axis", lambda c, x: kft.allgather(c, x, 5)),  # type: ignore[arg-type]
         (TypeError, "rank_tokens", lambda c, x: kft.send_recv_heads(c, x, rank_tokens=3)),
         (TypeError, "rank_tokens", lambda c, x: kft.send_recv_heads(c, x, rank_tokens=[3, "3"])),
         (TypeError, "rank_tokens", lambda c, x: kft.send_recv_heads(c, x, rank_tokens="33")),
@@ -206,7 +206,7 @@ def test_whatever_is_refused_reaches_the_other_ranks(kind: Any, words: str, call
 
 def test_what_is_no_communicator_is_said() -> None:
     for call in (kft.send_recv_heads, kft.gather_heads, kft.allgather):
-        with pytest.raises(TypeError, match="^comm must be"):
+        with pytest.raises(TypeError, match=r"^comm must be"):
             call(None, torch.zeros(1, 3, 4, 5))  # type: ignore[arg-type]
 
 

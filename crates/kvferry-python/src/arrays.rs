@@ -9,10 +9,11 @@ use pyo3::buffer::PyUntypedBuffer;
 use pyo3::exceptions::{PyBufferError, PyTypeError};
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
-use pyo3::types::{PyDict, PyList, PyMapping, PyMemoryView, PyTuple, PyType};
+use pyo3::types::{PyList, PyMapping, PyMemoryView, PyTuple, PyType};
 
 use crate::dlpack;
-use crate::errors::{plain, shown, to_py};
+use crate::errors::{plain, to_py};
+use crate::interface::interface;
 use crate::users::{Users, attribute, loaded};
 
 /// Keeps a Python object alive from any thread; the last drop is left to the next call that holds the GIL.
@@ -281,100 +282,30 @@ fn buffer(view: &Bound<'_, PyMemoryView>, name: &str) -> PyResult<Raw> {
     })
 }
 
-/// NumPy's `__array_interface__`, or Numba's `__cuda_array_interface__`, both in version 3.
-pub(crate) fn interface(object: &Bound<'_, PyAny>, name: &str, protocol: &str) -> PyResult<Raw> {
-    let py = object.py();
-    let fields = Fields { name, protocol, given: object.getattr(protocol)? };
-    let (addr, read_only): (u64, bool) = fields.needed("data", "an (address, read-only) pair")?;
-    let shape: Vec<u64> = fields.needed("shape", "a tuple of integers from 0 to 2**64 - 1")?;
-    let kind: String = fields.needed("typestr", "a string")?;
-    if fields.get("mask")?.is_some() {
-        return Err(masked(py, name));
-    }
-    let item_bytes: u64 = kind.get(2..).and_then(|digits| digits.parse().ok()).unwrap_or(0);
-    let strides = match fields.get("strides")? {
-        Some(strides) => fields.read("strides", &strides, "a tuple of integers")?,
-        None => packed(&shape, item_bytes),
-    };
-    if strides.len() != shape.len() {
-        let counts = format!("{} entries for {} axes", strides.len(), shape.len());
-        return Err(fields.wrong(&format!("[\"strides\"] has {counts}")));
-    }
-    let (order, letter) = (kind.get(..1), kind.get(1..2));
-    let native = order != Some(">");
-    let dtype = match (letter, item_bytes) {
-        _ if !native => None,
-        (Some("f"), 2) => Some(Dtype::Float16),
-        (Some("f"), 4) => Some(Dtype::Float32),
-        (Some("f"), 8) => Some(Dtype::Float64),
-        (Some("i"), _) => typed("i", item_bytes),
-        (Some("u"), 1) => Some(Dtype::UInt8),
-        _ => None,
-    };
-    // The types of ml_dtypes are void or one-byte floats to NumPy, but have names.
-    let dtype = dtype.or_else(|| named(object).filter(|dtype| native && dtype.bytes() == item_bytes));
-    Ok(Raw {
-        addr,
-        shape,
-        strides,
-        item_bytes,
-        relabel: native && matches!(letter, Some("i" | "u" | "b"))
-            || (letter == Some("V") && dtype.is_none()),
-        dtype,
-        dtype_name: format!("type string {kind:?}"),
-        read_only,
-        on_device: protocol.starts_with("__cuda"),
-        keep: object.clone().unbind(),
-    })
-}
-
-/// The fields of an array interface, which anybody may have filled with anything.
-struct Fields<'a, 'py> {
-    name: &'a str,
-    protocol: &'a str,
-    given: Bound<'py, PyAny>,
-}
-
-impl<'py> Fields<'_, 'py> {
-    /// A field that is there and not None.
-    fn get(&self, key: &str) -> PyResult<Option<Bound<'py, PyAny>>> {
-        let Ok(fields) = self.given.cast::<PyDict>() else {
-            return Err(self.wrong(&format!("must be a dict, got {}", self.given.get_type().name()?)));
-        };
-        Ok(fields.get_item(key)?.filter(|value| !value.is_none()))
-    }
-
-    fn needed<T: for<'a> FromPyObject<'a, 'py>>(&self, key: &str, expected: &str) -> PyResult<T> {
-        match self.get(key)? {
-            Some(value) => self.read(key, &value, expected),
-            None => Err(self.wrong(&format!("has no {key:?}"))),
-        }
-    }
-
-    fn read<T: for<'a> FromPyObject<'a, 'py>>(
-        &self,
-        key: &str,
-        value: &Bound<'py, PyAny>,
-        expected: &str,
-    ) -> PyResult<T> {
-        let wrong = || self.wrong(&format!("[{key:?}] must be {expected}, got {}", shown(value)));
-        value.extract().map_err(|_| wrong())
-    }
-
-    fn wrong(&self, what: &str) -> PyErr {
-        let gap = if what.starts_with('[') { "" } else { " " };
-        plain(self.given.py(), "ProtocolError", format!("{}: its {}{gap}{what}", self.name, self.protocol))
-    }
-}
-
-fn masked(py: Python<'_>, name: &str) -> PyErr {
+pub(crate) fn masked(py: Python<'_>, name: &str) -> PyErr {
     plain(py, "LayoutError", format!("{name}: masked arrays are not supported"))
+}
+
+/// `numpy.ndarray`, if somebody has imported NumPy.
+pub(crate) fn ndarray<'py>(py: Python<'py>) -> PyResult<Option<&'py Bound<'py, PyType>>> {
+    static ARRAY: PyOnceLock<Py<PyType>> = PyOnceLock::new();
+    if ARRAY.get(py).is_none() {
+        let Some(numpy) = loaded(py, "numpy")? else { return Ok(None) };
+        let Some(array) = attribute(&numpy, "ndarray")? else { return Ok(None) };
+        let array = array.cast_into::<PyType>()?.unbind();
+        ARRAY.get_or_init(py, || array);
+    }
+    Ok(ARRAY.get(py).map(|array| array.bind(py)))
 }
 
 /// Whether `object` is an array of numpy.ma, whose buffer does not show its mask.
 fn is_masked(object: &Bound<'_, PyAny>) -> PyResult<bool> {
     static MASKED: PyOnceLock<Py<PyType>> = PyOnceLock::new();
     let py = object.py();
+    // Most are plain, and numpy.ma is seldom loaded.
+    if ndarray(py)?.is_none_or(|array| object.get_type().is(array)) {
+        return Ok(false);
+    }
     if MASKED.get(py).is_none() {
         let Some(module) = loaded(py, "numpy.ma")? else { return Ok(false) };
         let Some(class) = attribute(&module, "MaskedArray")? else { return Ok(false) };
@@ -382,12 +313,6 @@ fn is_masked(object: &Bound<'_, PyAny>) -> PyResult<bool> {
         MASKED.get_or_init(py, || class);
     }
     MASKED.get(py).map_or(Ok(false), |class| object.is_instance(class.bind(py)))
-}
-
-/// The dtype that `object.dtype.name` spells.
-fn named(object: &Bound<'_, PyAny>) -> Option<Dtype> {
-    let name = object.getattr("dtype").ok()?.getattr("name").ok()?;
-    name.extract::<String>().ok()?.parse().ok()
 }
 
 /// Byte strides of a C-contiguous array.
@@ -407,7 +332,7 @@ pub(crate) fn packed(shape: &[u64], item_bytes: u64) -> Vec<i64> {
 }
 
 /// A `struct` format character with its width.
-fn typed(format: &str, item_bytes: u64) -> Option<Dtype> {
+pub(crate) fn typed(format: &str, item_bytes: u64) -> Option<Dtype> {
     Some(match (format, item_bytes) {
         ("e", 2) => Dtype::Float16,
         ("f", 4) => Dtype::Float32,

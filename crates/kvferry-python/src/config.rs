@@ -28,7 +28,10 @@ pub(crate) fn dtype(value: &Bound<'_, PyAny>) -> PyResult<Dtype> {
     } else {
         let text = value.str()?.to_string_lossy().into_owned();
         if text.len() > LONGEST_NAME {
-            return Err(PyTypeError::new_err(format!("dtype must be a dtype or its name, got {}", shown(value))));
+            return Err(PyTypeError::new_err(format!(
+                "dtype must be a dtype or its name, got {}",
+                shown(value)
+            )));
         }
         text
     };

@@ -127,7 +127,9 @@ pub(crate) fn import(object: &Bound<'_, PyAny>, name: &str) -> PyResult<Raw> {
         // capsule and it is not consumed.
         (unsafe { *managed.as_ref() }, false)
     } else {
-        return Err(wrong("__dlpack__ gave a capsule with an incorrect name: used, or no tensor's".to_owned()));
+        return Err(wrong(
+            "__dlpack__ gave a capsule with an incorrect name: used, or no tensor's".to_owned(),
+        ));
     };
     let device_type = tensor.device.device_type;
     if !matches!(device_type, DEVICE_CPU | DEVICE_CUDA | DEVICE_CUDA_HOST) {

@@ -24,7 +24,8 @@ fn stream_of(name: &'static str, value: &Bound<'_, PyAny>) -> PyResult<Option<St
         // A method by the protocol, and a plain tuple in the version that some libraries have.
         let pair = if protocol.is_callable() { protocol.call0()? } else { protocol };
         let Ok((version, raw)) = pair.extract::<(i64, Bound<'_, PyAny>)>() else {
-            let message = format!("{name}: __cuda_stream__ must give (version, handle), got {}", shown(&pair));
+            let message =
+                format!("{name}: __cuda_stream__ must give (version, handle), got {}", shown(&pair));
             return Err(plain(py, "OptionError", message));
         };
         if version != 0 {

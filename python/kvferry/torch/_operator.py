@@ -5,7 +5,6 @@ from typing import Any, Optional, Sequence, Union  # noqa: UP035 - torch reads t
 import torch
 from torch.library import custom_op
 
-import kvferry as kf
 from kvferry.torch._options import check_communicator, check_layout, no_others, number
 from kvferry.torch._registry import Communicator, find
 from kvferry.torch._splits import (

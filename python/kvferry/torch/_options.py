@@ -1,4 +1,4 @@
-"""Arguments of the operators, refused by name: what torch's own dispatcher refuses, no other rank would hear of."""
+"""Arguments of the operators, refused by name. Of what torch's dispatcher refuses no rank would hear."""
 
 from __future__ import annotations
 

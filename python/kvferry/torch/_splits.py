@@ -102,10 +102,10 @@ def ranges_of(splits: Any) -> list[range]:
     for split in splits:
         start = found[-1].stop if found else 0
         if not isinstance(split, range):
-            split = range(start, start + number("head_splits", split))
-        elif split.step != 1 or split.start < 0 or split.stop < 0:
-            message = f"head_splits must be a range with step 1 and start >= 0, got {split}"
-            raise kf.OptionError(message)
+            found.append(range(start, start + number("head_splits", split)))
+            continue
+        if split.step != 1 or split.start < 0 or split.stop < 0:
+            raise kf.OptionError(f"head_splits must be a range with step 1 and start >= 0, got {split}")
         found.append(split)
     return found
 

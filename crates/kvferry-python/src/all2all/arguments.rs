@@ -39,7 +39,8 @@ impl<'py> Arguments<'_, 'py> {
             let lacks = |(name, found): (&&str, &Option<_>)| found.is_none().then(|| format!("'{name}'"));
             let missing: Vec<_> = places.iter().zip(&found.0).take(required).filter_map(lacks).collect();
             let Some((last, before)) = missing.split_last() else { return Ok(()) };
-            let names = if before.is_empty() { last.clone() } else { format!("{} and {last}", before.join(", ")) };
+            let names =
+                if before.is_empty() { last.clone() } else { format!("{} and {last}", before.join(", ")) };
             let (count, s) = (missing.len(), if before.is_empty() { "" } else { "s" });
             Err(format!("missing {count} required positional argument{s}: {names}"))
         });
@@ -53,7 +54,7 @@ impl<'py> Arguments<'_, 'py> {
         places: &[&str],
         required: usize,
         options: &[&str],
-        found: (&mut [Option<Bound<'py, PyAny>>], &mut [Option<Bound<'py, PyAny>>]),
+        found: (&mut [Argument<'py>], &mut [Argument<'py>]),
     ) -> Result<(), String> {
         let mut wrong = None;
         for (place, value) in found.0.iter_mut().zip(self.positional.iter()) {
@@ -81,5 +82,7 @@ impl<'py> Arguments<'_, 'py> {
     }
 }
 
+type Argument<'py> = Option<Bound<'py, PyAny>>;
+
 /// What was given for some names.
-pub(crate) type Found<'py, const N: usize> = [Option<Bound<'py, PyAny>>; N];
+pub(crate) type Found<'py, const N: usize> = [Argument<'py>; N];

@@ -9,7 +9,7 @@ use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 
 use super::All2All;
-use super::arguments::{Arguments, Found};
+use super::arguments::{Arguments, Given};
 use super::array::{ExchangeArray, addr};
 use super::held::Held;
 use super::inputs::{Input, Inputs, Library};
@@ -27,32 +27,22 @@ pub(crate) struct Asked<'py> {
     tensors: Option<Bound<'py, PyAny>>,
     /// Of allgather.
     axis: Option<Bound<'py, PyAny>>,
-    options: Found<'py, 10>,
+    options: CallKeywords<'py>,
     /// What Python says against the arguments.
     bound: PyResult<()>,
 }
 
-const OPTIONS: [&str; 10] = [
-    "rank_tokens",
-    "layout",
-    "num_heads",
-    "query_heads",
-    "head_splits",
-    "out",
-    "stream",
-    "num_sms",
-    "engine",
-    "dtype",
-];
+/// `rank_tokens`, `layout`, `num_heads`, `query_heads`, `head_splits`, `out`, `stream`, `num_sms`, `engine`, `dtype`.
+pub(crate) type CallKeywords<'py> = [Given<'py>; 10];
 
 impl<'py> Asked<'py> {
-    pub(crate) fn new(op: ExchangeOp, given: &Arguments<'_, 'py>) -> Asked<'py> {
-        let ([tensors], options, bound) = given.bind(op.name(), ["tensors"], 1, OPTIONS);
+    pub(crate) fn new(op: ExchangeOp, given: &Arguments<'_, 'py>, options: CallKeywords<'py>) -> Asked<'py> {
+        let ([tensors], [], bound) = given.bind(op.name(), ["tensors"], 1, []);
         Asked { tensors, axis: None, options, bound }
     }
 
-    pub(crate) fn allgather(given: &Arguments<'_, 'py>) -> Asked<'py> {
-        let ([tensors, axis], options, bound) = given.bind("allgather", ["tensors", "axis"], 1, OPTIONS);
+    pub(crate) fn allgather(given: &Arguments<'_, 'py>, options: CallKeywords<'py>) -> Asked<'py> {
+        let ([tensors, axis], [], bound) = given.bind("allgather", ["tensors", "axis"], 1, []);
         Asked { tensors, axis, options, bound }
     }
 
@@ -160,7 +150,7 @@ impl All2All {
     ) -> PyResult<Prepared<'py>> {
         let axis = asked.along(py);
         let [rank_tokens, layout, num_heads, query_heads, head_splits, out, on, num_sms, engine, dtype] =
-            asked.options;
+            asked.options.map(|given| given.0);
         // None is as good as nothing, but for words.
         let some = |given: Option<Bound<'py, PyAny>>| given.filter(|value| !value.is_none());
         if let Some(given) = some(on) {

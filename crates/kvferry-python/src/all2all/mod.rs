@@ -180,10 +180,8 @@ impl All2All {
     #[staticmethod]
     #[pyo3(signature = (shape, dtype, world_size, *, operation=Given(None), rank_tokens=None, query_heads=None,
                         head_splits=None))]
-    #[pyo3(
-        text_signature = "(shape, dtype, world_size, *, operation='send_recv_heads', rank_tokens=None, \
-                             query_heads=None, head_splits=None)"
-    )]
+    #[pyo3(text_signature = "(shape, dtype, world_size, *, operation='send_recv_heads', rank_tokens=None, \
+                             query_heads=None, head_splits=None)")]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments of a Python method")]
     fn capacity_for(
         py: Python<'_>,
@@ -213,56 +211,97 @@ impl All2All {
     }
 
     /// [B, N_r, H, D] on rank r becomes [B, N of all ranks, heads of r, D].
-    #[pyo3(signature = (*args, **kwargs))]
-    #[pyo3(
-        text_signature = "($self, tensors, *, rank_tokens=None, layout='BNHD', num_heads=None, \
+    #[pyo3(signature = (*args, rank_tokens=Given(None), layout=Given(None), num_heads=Given(None),
+                        query_heads=Given(None), head_splits=Given(None), out=Given(None), stream=Given(None),
+                        num_sms=Given(None), engine=Given(None), dtype=Given(None), **kwargs))]
+    #[pyo3(text_signature = "($self, tensors, *, rank_tokens=None, layout='BNHD', num_heads=None, \
                              query_heads=None, head_splits=None, out=None, stream=None, num_sms=None, engine='auto', \
-                             dtype=None)"
-    )]
+                             dtype=None)")]
+    #[expect(clippy::too_many_arguments, reason = "keyword arguments of a Python method")]
     fn send_recv_heads<'py>(
         &self,
         py: Python<'py>,
         args: &Bound<'py, PyTuple>,
+        rank_tokens: Given<'py>,
+        layout: Given<'py>,
+        num_heads: Given<'py>,
+        query_heads: Given<'py>,
+        head_splits: Given<'py>,
+        out: Given<'py>,
+        stream: Given<'py>,
+        num_sms: Given<'py>,
+        engine: Given<'py>,
+        dtype: Given<'py>,
         kwargs: Option<&Bound<'py, PyDict>>,
     ) -> PyResult<Bound<'py, PyAny>> {
+        let options =
+            [rank_tokens, layout, num_heads, query_heads, head_splits, out, stream, num_sms, engine, dtype];
         let given = Arguments { positional: args, keywords: kwargs };
         let op = ExchangeOp::SendRecvHeads;
-        self.call(py, Some(op), Asked::new(op, &given))
+        self.call(py, Some(op), Asked::new(op, &given, options))
     }
 
     /// The inverse: [B, N of all ranks, heads of r, D] becomes [B, N_r, H, D].
-    #[pyo3(signature = (*args, **kwargs))]
-    #[pyo3(
-        text_signature = "($self, tensors, *, rank_tokens=None, layout='BNHD', num_heads=None, \
+    #[pyo3(signature = (*args, rank_tokens=Given(None), layout=Given(None), num_heads=Given(None),
+                        query_heads=Given(None), head_splits=Given(None), out=Given(None), stream=Given(None),
+                        num_sms=Given(None), engine=Given(None), dtype=Given(None), **kwargs))]
+    #[pyo3(text_signature = "($self, tensors, *, rank_tokens=None, layout='BNHD', num_heads=None, \
                              query_heads=None, head_splits=None, out=None, stream=None, num_sms=None, engine='auto', \
-                             dtype=None)"
-    )]
+                             dtype=None)")]
+    #[expect(clippy::too_many_arguments, reason = "keyword arguments of a Python method")]
     fn gather_heads<'py>(
         &self,
         py: Python<'py>,
         args: &Bound<'py, PyTuple>,
+        rank_tokens: Given<'py>,
+        layout: Given<'py>,
+        num_heads: Given<'py>,
+        query_heads: Given<'py>,
+        head_splits: Given<'py>,
+        out: Given<'py>,
+        stream: Given<'py>,
+        num_sms: Given<'py>,
+        engine: Given<'py>,
+        dtype: Given<'py>,
         kwargs: Option<&Bound<'py, PyDict>>,
     ) -> PyResult<Bound<'py, PyAny>> {
+        let options =
+            [rank_tokens, layout, num_heads, query_heads, head_splits, out, stream, num_sms, engine, dtype];
         let given = Arguments { positional: args, keywords: kwargs };
         let op = ExchangeOp::GatherHeads;
-        self.call(py, Some(op), Asked::new(op, &given))
+        self.call(py, Some(op), Asked::new(op, &given, options))
     }
 
     /// Every rank gets the whole along `axis`.
-    #[pyo3(signature = (*args, **kwargs))]
+    #[pyo3(signature = (*args, rank_tokens=Given(None), layout=Given(None), num_heads=Given(None),
+                        query_heads=Given(None), head_splits=Given(None), out=Given(None), stream=Given(None),
+                        num_sms=Given(None), engine=Given(None), dtype=Given(None), **kwargs))]
     #[pyo3(
         text_signature = "($self, tensors, axis='tokens', *, rank_tokens=None, layout='BNHD', num_heads=None, \
                              query_heads=None, head_splits=None, out=None, stream=None, num_sms=None, engine='auto', \
                              dtype=None)"
     )]
+    #[expect(clippy::too_many_arguments, reason = "keyword arguments of a Python method")]
     fn allgather<'py>(
         &self,
         py: Python<'py>,
         args: &Bound<'py, PyTuple>,
+        rank_tokens: Given<'py>,
+        layout: Given<'py>,
+        num_heads: Given<'py>,
+        query_heads: Given<'py>,
+        head_splits: Given<'py>,
+        out: Given<'py>,
+        stream: Given<'py>,
+        num_sms: Given<'py>,
+        engine: Given<'py>,
+        dtype: Given<'py>,
         kwargs: Option<&Bound<'py, PyDict>>,
     ) -> PyResult<Bound<'py, PyAny>> {
+        let options =
+            [rank_tokens, layout, num_heads, query_heads, head_splits, out, stream, num_sms, engine, dtype];
         let given = Arguments { positional: args, keywords: kwargs };
-        self.call(py, None, Asked::allgather(&given))
+        self.call(py, None, Asked::allgather(&given, options))
     }
 
     /// A place for results, known to all ranks, which all make it together.

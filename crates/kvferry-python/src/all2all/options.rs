@@ -120,7 +120,8 @@ pub(crate) fn rank_tokens(value: &Bound<'_, PyAny>) -> PyResult<Vec<Vec<u64>>> {
 
 /// `num_heads`: a number for every tensor, or one per tensor.
 pub(crate) fn num_heads(value: &Bound<'_, PyAny>, tensors: usize) -> PyResult<Vec<u64>> {
-    if is_list(value) || value.len().is_ok() {
+    // A plain number first: whether something is a sequence takes a microsecond.
+    if !value.is_instance_of::<PyInt>() && (is_list(value) || value.len().is_ok()) {
         return numbers(value, "num_heads");
     }
     Ok(vec![whole("OptionError", "num_heads", value, MOST)?; tensors])

@@ -99,7 +99,9 @@ impl Store {
         let kind = given.get_type().name()?;
         let bytes = match given.cast::<PyBytes>() {
             Ok(bytes) => bytes.as_bytes().to_vec(),
-            Err(_) if given.is_instance_of::<PyString>() => return Err(self.junk(given.py(), key, "got str")),
+            Err(_) if given.is_instance_of::<PyString>() => {
+                return Err(self.junk(given.py(), key, "got str"));
+            }
             Err(_) => match given.extract::<Vec<u8>>() {
                 Ok(bytes) => bytes,
                 Err(_) => return Err(self.junk(given.py(), key, &format!("got {kind}"))),

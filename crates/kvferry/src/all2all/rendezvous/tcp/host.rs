@@ -142,7 +142,9 @@ fn listen(address: &str) -> Result<CloseInChild<TcpListener>, SetupError> {
         Some((_, error)) if error.kind() == io::ErrorKind::AddrInUse => {
             SetupError::AddressInUse { address: address.to_owned() }
         }
-        Some((candidate, error)) => SetupError::place(place(address), format!("listening at {candidate}"))(error),
+        Some((candidate, error)) => {
+            SetupError::place(place(address), format!("listening at {candidate}"))(error)
+        }
         None => SetupError::AddressInUse { address: address.to_owned() },
     })
 }
