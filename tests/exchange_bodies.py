@@ -196,6 +196,7 @@ def forks(rank: int, world: int, told: Told, *, meet: str) -> Any:
     (kept,) = exchanged(comm, rank, "send_recv_heads", [tensor])
     child = os.fork()
     if child == 0:
+        wrong: Any = comm
         tries = [
             lambda: comm.send_recv_heads(array, **said),
             lambda: comm.gather_heads(array),
@@ -206,9 +207,15 @@ def forks(rank: int, world: int, told: Told, *, meet: str) -> Any:
             comm.reset,
             comm.close,
             lambda: comm.set_timeout(1),
+            wrong.empty_output,
+            lambda: wrong.gather_heads(layout=5),
+            comm.stats,
+            lambda: comm.record_stream(kept, 0),
         ]
         errors = [error_of(one) for one in tries]
         good = all(isinstance(error, kf.ForkError) for error in errors)
+        good &= (comm.rank, comm.world_size, comm.closed) == (rank, world, False)
+        good &= comm.head_range(world) == range(rank, rank + 1) and "All2All" in repr(comm)
         fits = bool(np.array_equal(raw(kept), raw(expected(tensor, "send_recv_heads", rank))))
         del comm, kept
         os._exit(0 if good and fits else 1)

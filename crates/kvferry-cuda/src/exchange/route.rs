@@ -76,7 +76,8 @@ impl ExchangeRoute {
     ///
     /// # Errors
     /// [`CudaError::Argument`] for lists of other lengths than the link has ranks, inputs that do not exist, pieces
-    /// beyond 62 bits, or an own share beyond the own results, which a call finds room for in the pool; [`CudaError::Exchange`] for what no kernel does, once [`check`](Self::check) or a call asks.
+    /// beyond 62 bits, or an own share beyond the own results, which a call finds room for in the pool;
+    /// [`CudaError::Exchange`] for what no kernel does, once [`check`](Self::check) or a call asks.
     pub fn new(link: &Arc<ExchangeLink>, shape: RouteShape) -> Result<ExchangeRoute> {
         let refuse = |what, value: usize, rule| Err(CudaError::Argument { what, value: value as u64, rule });
         if shape.pieces.len() != link.world() {

@@ -86,6 +86,11 @@ pub(crate) fn setup(py: Python<'_>, error: SetupError) -> PyErr {
         SetupError::Url { .. } | SetupError::Range { .. } | SetupError::TooLarge { .. } => {
             plain(py, "OptionError", message)
         }
+        SetupError::Place { source, .. } => {
+            let errno = source.raw_os_error();
+            raise(py, "RendezvousError", message, |d| d.set_item("errno", errno))
+        }
+        SetupError::Unreachable { .. } | SetupError::Store { .. } => plain(py, "RendezvousError", message),
         SetupError::AddressInUse { .. } => plain(py, "Busy", message),
         SetupError::RendezvousTimeout { waited, .. } => late(message, None, "connect", waited.as_secs_f64()),
         SetupError::Missing { missing, waited, .. } => {

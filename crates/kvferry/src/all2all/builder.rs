@@ -134,12 +134,33 @@ impl All2AllBuilder {
         self
     }
 
+    /// What must be right for this rank to meet the others at all; [`connect`](Self::connect) begins with it.
+    ///
+    /// # Errors
+    /// A rank, world, name or set-up timeout that cannot be.
+    pub fn check(&self) -> Result<()> {
+        if !(1..=MAX_RANKS).contains(&self.world) {
+            return Err(invalid("world_size", &format!("1 to {MAX_RANKS}"), self.world));
+        }
+        if self.rank >= self.world {
+            return Err(invalid("rank", &format!("below {}", self.world), self.rank));
+        }
+        if self.setup_timeout.is_zero() {
+            return Err(invalid("setup_timeout", "longer than nothing", "0 s"));
+        }
+        // Memory that ranks share has the name in its own.
+        if self.name.contains('\0') {
+            return Err(invalid("name", "without a zero byte", &self.name));
+        }
+        Ok(())
+    }
+
     /// Meets the other ranks and shares memory with them. Every stage ends in the outcome of all: all ranks get a
     /// communicator, or all get an error.
     ///
     /// # Errors
-    /// A rank or world out of range (before anybody is met, but those who wait are told), ranks that do not come, disagree or fail, memory that
-    /// cannot be had.
+    /// What [`check`](Self::check) refuses (before anybody is met, but those who wait are told), ranks that do not come,
+    /// disagree or fail, memory that cannot be had.
     pub fn connect(self) -> Result<All2All> {
         self.check().inspect_err(|error| self.tell_that_it_stays_away(error))?;
         let nowhere = Nowhere;
@@ -240,23 +261,6 @@ impl All2AllBuilder {
         if let Err(error) = refuse_to_join(&**place, name, *rank, *world, &error.to_string(), attend) {
             tracing::debug!(%error, "could not leave word at the rendezvous");
         }
-    }
-
-    /// What must be right for this rank to meet the others at all; [`connect`](Self::connect) begins with it.
-    ///
-    /// # Errors
-    /// A rank, world or set-up timeout that cannot be.
-    pub fn check(&self) -> Result<()> {
-        if !(1..=MAX_RANKS).contains(&self.world) {
-            return Err(invalid("world size", &format!("1 to {MAX_RANKS}"), self.world));
-        }
-        if self.rank >= self.world {
-            return Err(invalid("rank", &format!("below {}", self.world), self.rank));
-        }
-        if self.setup_timeout.is_zero() {
-            return Err(invalid("set-up timeout", "longer than nothing", "0 s"));
-        }
-        Ok(())
     }
 
     fn check_arguments(&self) -> Result<()> {

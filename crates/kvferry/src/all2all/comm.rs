@@ -238,9 +238,12 @@ impl All2All {
     /// Bound of every wait inside a call from now on, also of one that runs. Each rank's own.
     ///
     /// # Errors
-    /// A timeout of zero; a fork.
+    /// A timeout of zero; a fork, or a closed communicator.
     pub fn set_timeout(&self, timeout: Duration) -> Result<()> {
         self.shared.fork.check()?;
+        if self.shared.monitor.is_closed() {
+            return Err(Error::ExchangeClosed);
+        }
         check_timeout(timeout)?;
         self.shared.backend.set_timeout(timeout);
         Ok(())

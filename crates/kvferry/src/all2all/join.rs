@@ -13,6 +13,7 @@ use kvferry_host::{
     Credentials, Interest, PeerAddress, PeerListener, PeerSocket, ProcessWatch, Received, poll_fds,
     random_bytes,
 };
+use kvferry_layout::exchange::MAX_RANKS;
 
 use super::attend::{Attend, Attending};
 use super::mesh::{Peer, withdraw_from_join};
@@ -21,8 +22,6 @@ use super::setup::SetupError;
 use super::wire::{Hello, MAX_NAME, Message, Token, check_text, left};
 use super::word;
 
-/// Most ranks of a communicator.
-pub(super) const MAX_RANKS: usize = 64;
 /// Connections that have not said who they are.
 const MAX_STRANGERS: usize = 128;
 /// How soon a leftover at the rendezvous is looked at again.
@@ -92,7 +91,7 @@ pub(super) fn connect(
 ) -> Result<Vec<Option<Peer>>, SetupError> {
     let range = |what, expected: String, value| Err(SetupError::Range { what, expected, value });
     if !(1..=MAX_RANKS).contains(&world) {
-        return range("world", format!("1 to {MAX_RANKS}"), world);
+        return range("world_size", format!("1 to {MAX_RANKS}"), world);
     }
     if rank >= world {
         return range("rank", format!("below {world}"), rank);

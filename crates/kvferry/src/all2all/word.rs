@@ -2,6 +2,8 @@
 
 use std::time::{Duration, Instant};
 
+use kvferry_layout::exchange::MAX_RANKS;
+
 use super::attend::Attend;
 use super::rendezvous::Rendezvous;
 use super::setup::SetupError;
@@ -47,7 +49,7 @@ pub fn refuse_to_join(
     let text: String = reason.chars().take(MOST_TEXT).collect();
     let word = [&id[..], &(rank as u32).to_le_bytes(), text.as_bytes()].concat();
     store.set(&refused(name), &word)?;
-    let others = || (0..world.min(super::join::MAX_RANKS)).filter(|&other| other != rank);
+    let others = || (0..world.min(MAX_RANKS)).filter(|&other| other != rank);
     let mut attending = attend.begin();
     let start = Instant::now();
     loop {

@@ -7,6 +7,8 @@ mod tcp;
 use std::sync::Arc;
 use std::time::Duration;
 
+use kvferry_layout::exchange::MAX_RANKS;
+
 use super::attend::Attend;
 use super::setup::SetupError;
 
@@ -66,6 +68,10 @@ pub fn rendezvous_attended(
     timeout: Duration,
     attend: &Attend,
 ) -> Result<Arc<dyn Rendezvous>, SetupError> {
+    if !(1..=MAX_RANKS).contains(&world) {
+        let expected = format!("1 to {MAX_RANKS}");
+        return Err(SetupError::Range { what: "world_size", expected, value: world });
+    }
     if rank >= world {
         return Err(SetupError::Range { what: "rank", expected: format!("below {world}"), value: rank });
     }
@@ -74,9 +80,13 @@ pub fn rendezvous_attended(
     if rest.is_empty() {
         return Err(bad("the address is empty"));
     }
+    if rest.contains('\0') {
+        return Err(bad("the address holds a zero byte"));
+    }
     match scheme {
         "tcp" => {
-            let (_, port) = rest.rsplit_once(':').ok_or_else(|| bad("tcp:// needs host:port"))?;
+            let named = rest.rsplit_once(':').filter(|(host, _)| !host.is_empty());
+            let (_, port) = named.ok_or_else(|| bad("tcp:// needs host:port"))?;
             match port.parse::<u16>() {
                 Ok(1..) => {}
                 _ => return Err(bad("the port must be 1 to 65535")),
