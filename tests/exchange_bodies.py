@@ -143,11 +143,10 @@ def broken_by_a_peer(
     told.say("calling")
     error = error_of(lambda: calls(1 << 40))
     when = time.monotonic()
-    # A call that was refused before it began leaves what the one before it had brought.
-    left = raw(np.asarray(out))
-    filled = bool((left == 0xFF).all()) or (
-        at != "idle" and np.array_equal(left, raw(expected(tensor, "send_recv_heads", rank)))
-    )
+    # A call refused before it began leaves what the one before it had brought. Where the victim had taken
+    # part in the call that failed, a slow rank may write its bytes over the fill. All calls bring the same.
+    left, brought = raw(np.asarray(out)), raw(expected(tensor, "send_recv_heads", rank))
+    filled = bool(((left == 0xFF) | ((left == brought) & (at != "idle"))).all())
     told.say("broken")
     later = [error_of(comm.check), error_of(lambda: calls(1)), error_of(comm.close)]
     verify(kept, rank, "send_recv_heads", [tensor])

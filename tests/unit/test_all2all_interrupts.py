@@ -217,7 +217,15 @@ def test_ranks_of_threads_are_not_interrupted_by_the_main_thread_s_signals() -> 
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"capacity_bytes": -1}, {"buffers": 2.5}, {"device": "gpu"}, {"rank": 3}, {"rank": 70, "world": 65}],
+    [
+        {"capacity_bytes": -1},
+        {"buffers": 2.5},
+        {"device": "gpu"},
+        {"timeout": -1.0},
+        {"setup_timeout": float("nan")},
+        {"rank": 3},
+        {"rank": 70, "world": 65},
+    ],
     ids=str,
 )
 def test_a_rank_whose_arguments_are_refused_is_not_waited_for(wrong: dict[str, Any]) -> None:
