@@ -114,7 +114,9 @@ class All2All:
     All ranks make the same calls in the same order. A rank that disagrees, refuses its arguments, is late,
     dies or aborts breaks it on every rank: ContractMismatch, PeerTimeout, PeerDied or Aborted, again and
     again until all ranks reset(). Results belong to the caller until dropped, after close() too.
-    In a forked child everything raises ForkError, after close() ClosedError.
+    After close() every method raises ClosedError, in a forked child ForkError, but for what is true anyway:
+    rank, world_size, capacity_bytes, device, closed, head_range() and, after close(), stats() and
+    record_stream(), as results live on.
     """
 
     def __new__(
@@ -136,7 +138,9 @@ class All2All:
         ranks find each other; a lone rank needs none. device: a GPU's ordinal or such as "cuda:0"; None or
         "cpu" for host memory. timeout: most seconds that a call waits for a rank; setup_timeout: that a step
         of set-up, reset() or empty_output() does. buffers: calls whose results can be held at once (default
-        4). name: tells communicators at one rendezvous apart.
+        4). name: tells communicators at one rendezvous apart. OptionError for a URL that cannot be one,
+        RendezvousError for a place that cannot be used or reached, or a store that gives back something else
+        than what ranks have set; what a store raises comes through.
         Every stage ends in the outcome of all: all ranks get a communicator, or all get an error.
         """
     @staticmethod
@@ -244,7 +248,7 @@ class All2All:
         """A place for this rank's results, known to all ranks, which all make it together; see `out`.
 
         shape: of a result, or a list with one per result: an ExchangeArray, or a tuple of them. It takes a
-        buffer until dropped.
+        buffer until dropped. A rank whose arguments are refused is not waited for, and nothing is broken.
         """
     def record_stream(self, result: Any, stream: _Stream) -> None:
         """Says that work on `stream` reads a result in GPU memory: it is not overwritten before that is done.
@@ -263,11 +267,14 @@ class All2All:
         PeerDied or PeerTimeout if a rank is missing: make a new communicator then.
         """
     def close(self) -> None:
-        """Lets go of the peers, waiting for them briefly; raises what had broken it. May be called again."""
+        """Lets go of the peers, waiting for them briefly; raises what had broken it. May be called again.
+
+        What another thread of this rank waits in ends with ClosedError, and the peers raise PeerDied.
+        """
     def set_timeout(self, timeout: float) -> None:
         """Most seconds that a call waits for a rank, from now on; also a call that is waiting now."""
     def stats(self) -> _ExchangeStats:
-        """Counts so far, and by what the peers' memory is reached."""
+        """Counts so far (until close()), and by what the peers' memory is reached."""
     @property
     def rank(self) -> int:
         """This rank."""

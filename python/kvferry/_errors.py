@@ -20,6 +20,13 @@ class LayoutError(Error, ValueError):
     """A layout, configuration or array that cannot be what it claims, or two layouts that do not fit."""
 
 
+class ProtocolError(LayoutError, TypeError):
+    """An array whose `__dlpack__` or array interface is not what the protocol says.
+
+    What a producer itself raises comes through, with a note that names the array.
+    """
+
+
 class OptionError(Error, ValueError):
     """An option with an illegal value."""
 
@@ -57,9 +64,7 @@ class CudaError(Error, RuntimeError):
     call: str | None
 
 
-class HostMemoryError(Error, OSError):
-    """Host memory could not be had: `errno`."""
-
+class _SystemError(Error, OSError):
     def __init__(self, message: str = "", errno: int | None = None) -> None:
         super().__init__(message)
         self.errno = errno
@@ -67,6 +72,10 @@ class HostMemoryError(Error, OSError):
     def __reduce__(self) -> tuple[type[Self], tuple[str, int | None], dict[str, Any]]:
         # OSError keeps its errno outside the instance's dict, and would forget it.
         return type(self), (str(self), self.errno), self.__dict__
+
+
+class HostMemoryError(_SystemError):
+    """Host memory could not be had: `errno`."""
 
 
 class TransferError(Error, RuntimeError):
@@ -113,6 +122,10 @@ class WaitTimeout(Error, TimeoutError):  # noqa: N818
     """A wait ran out of time after `seconds`; the job goes on."""
 
     seconds: float
+
+
+class RendezvousError(_SystemError, ConnectionError):
+    """The place where ranks meet cannot be used or reached, or gives back what no rank has set: `errno`."""
 
 
 class PeerTimeout(Error, TimeoutError):  # noqa: N818

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import threading
 import time
@@ -71,6 +72,69 @@ def test_arguments_are_checked_before_anybody_is_met() -> None:
         kf.All2All(0, 2, capacity_bytes=CAPACITY, rendezvous=object())
     with pytest.raises(TypeError):
         kf.All2All("0", 2, capacity_bytes=CAPACITY, rendezvous=url)  # type: ignore[arg-type]
+
+
+def test_arguments_are_refused_by_name() -> None:
+    url = "tcp://127.0.0.1:1"
+    wrong: list[tuple[tuple[Any, Any], dict[str, Any], type[Exception], str]] = [
+        ((0, 0), {}, kf.OptionError, "^world_size must be 1 to 64"),
+        ((0, 0), {"rendezvous": None}, kf.OptionError, "^world_size must be 1 to 64"),
+        ((1, 65), {}, kf.OptionError, "^world_size must be 1 to 64"),
+        ((1, 2), {"timeout": "1"}, TypeError, "^timeout must be a number of seconds, got str"),
+        ((1, 2), {"timeout": None}, TypeError, "^timeout must be a number of seconds"),
+        ((1, 2), {"setup_timeout": -1}, kf.OptionError, "^setup_timeout must be at least 0 seconds, got -1"),
+        ((1, 2), {"setup_timeout": 0}, kf.OptionError, "^setup_timeout must be longer than nothing"),
+        ((1, 2), {"setup_timeout": True}, TypeError, "^setup_timeout"),
+        ((True, 2), {}, TypeError, "^rank must be an integer, got bool"),
+        ((0, True), {}, TypeError, "^world_size must be an integer, got bool"),
+        ((1, 2), {"capacity_bytes": True}, TypeError, "^capacity_bytes"),
+        ((1, 2), {"buffers": True}, TypeError, "^buffers"),
+        ((1, 2), {"device": True}, kf.OptionError, "^device"),
+        # Before rank 0 is waited for.
+        ((1, 2), {"name": "\0"}, kf.OptionError, "^name must be without a zero byte"),
+        ((1, 2), {"name": 5}, TypeError, "^name must be a string, got int"),
+        ((1, 2), {"name": "\ud800"}, kf.OptionError, "^name"),
+        ((1, 2), {"rendezvous": "\ud800"}, kf.OptionError, "^rendezvous"),
+        ((1, 2), {"rendezvous": b"memory://x"}, TypeError, "^rendezvous must be a URL"),
+    ]
+    for place, options, kind, words in wrong:
+        start = time.monotonic()
+        with pytest.raises(kind, match=words):
+            kf.All2All(*place, **{"capacity_bytes": CAPACITY, "rendezvous": url, **options})
+        assert time.monotonic() - start < 5
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        *("", "x", "tcp://", "tcp://localhost", "tcp://:4000", "tcp://localhost:", "tcp://localhost:x"),
+        *("tcp://localhost:0", "tcp://localhost:99999", "file://relative", "file://", "ftp://host/path"),
+        *("memory://", "file:///tmp/a\0b", "TCP://localhost:4000"),
+    ],
+)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_urls_that_cannot_be(url: str, rank: int) -> None:
+    with pytest.raises(kf.OptionError, match=r"^rendezvous \"") as caught:
+        join(rank, 2, rendezvous=url, setup_timeout=0.3)
+    assert url.replace("\0", r"\0") in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("url", "rank"),
+    [
+        *(("file:///nonexist/dir", rank) for rank in (0, 1)),
+        *(("file:///dev/null", rank) for rank in (0, 1)),
+        *(("tcp://no.such.host.invalid:4000", rank) for rank in (0, 1)),
+        # An address of documentation: not this machine's. A port where nobody is.
+        ("tcp://192.0.2.1:4000", 0),
+        ("tcp://127.0.0.1:1", 1),
+    ],
+)
+def test_places_that_cannot_be_used(url: str, rank: int) -> None:
+    with pytest.raises(kf.RendezvousError, match=rf"^rendezvous {url}: ") as caught:
+        join(rank, 2, rendezvous=url, setup_timeout=0.3)
+    assert isinstance(caught.value, ConnectionError)
+    assert caught.value.errno == errno.ENOENT or "nonexist" not in url
 
 
 @pytest.mark.parametrize(
@@ -235,6 +299,37 @@ def test_a_store_in_which_nobody_comes() -> None:
         with pytest.raises(kf.PeerTimeout):
             join(0, 2, rendezvous=store, setup_timeout=0.3)
         assert time.monotonic() - start < 5
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("base", [Store, TorchLike])
+@pytest.mark.parametrize(
+    "junk", [5, 1.5, object(), "text", [300], b"", b"short", b"\xa5" * 300, None], ids=str
+)
+def test_a_store_that_gives_junk(junk: Any, base: type[Store], rank: int) -> None:
+    """Junk is said at once; a store that forgets what was set, as soon as that is certain."""
+
+    class Junk(base):  # type: ignore[misc, valid-type]
+        def get(self, key: str) -> Any:
+            return junk
+
+        def wait(self, keys: list[str], timeout: Any) -> None:
+            pass
+
+    start = time.monotonic()
+    with pytest.raises(kf.RendezvousError, match=r"Junk.*get\(\"kvferry//[01]\"\) must give the bytes"):
+        join(rank, 2, rendezvous=Junk(), setup_timeout=0.3 if junk is None else 60)
+    assert time.monotonic() - start < 5
+
+
+def test_a_store_that_cuts_values_off() -> None:
+    class Cut(Store):
+        def get(self, key: str) -> Any:
+            value = super().get(key)
+            return value and value[:-1]
+
+    with pytest.raises(kf.RendezvousError, match="bytes that no rank has set"):
+        join(0, 2, rendezvous=Cut(), setup_timeout=60)
 
 
 def test_what_a_store_raises_comes_through() -> None:

@@ -158,6 +158,69 @@ def test_own_errors_reach_the_other_ranks() -> None:
     assert isinstance(one, kf.OptionError) and isinstance(zero, kf.ContractMismatch) and zero.rank == 1
 
 
+@pytest.mark.parametrize(
+    ("kind", "words", "call"),
+    [
+        (TypeError, "unexpected keyword argument 'heads'", lambda c, x: kft.send_recv_heads(c, x, heads=3)),
+        (TypeError, "tensors must be a list, got int", lambda c, x: kft.send_recv_heads(c, 5)),
+        (TypeError, "tensor 1 must be a torch tensor, got int", lambda c, x: kft.gather_heads(c, (x, 5))),
+        (kf.LayoutError, "tensor 0 .*got 1", lambda c, x: kft.send_recv_heads(c, x.flatten())),
+        (kf.LayoutError, "between 1 and 16 tensors, got 17", lambda c, x: kft.send_recv_heads(c, [x] * 17)),
+        (kf.LayoutError, "between 1 and 16 tensors, got 0", lambda c, x: kft.send_recv_heads(c, [])),
+        (TypeError, "layout", lambda c, x: kft.send_recv_heads(c, x, layout=5)),
+        (TypeError, "axis", lambda c, x: kft.allgather(c, x, 5)),  # type: ignore[arg-type]
+        (TypeError, "rank_tokens", lambda c, x: kft.send_recv_heads(c, x, rank_tokens=3)),
+        (TypeError, "rank_tokens", lambda c, x: kft.send_recv_heads(c, x, rank_tokens=[3, "3"])),
+        (TypeError, "rank_tokens", lambda c, x: kft.send_recv_heads(c, x, rank_tokens="33")),
+        (kf.OptionError, "rank_tokens", lambda c, x: kft.send_recv_heads(c, x, rank_tokens=[3, 10**40])),
+        (TypeError, "num_heads", lambda c, x: kft.send_recv_heads(c, x, num_heads=4.5)),
+        (TypeError, "num_heads", lambda c, x: kft.send_recv_heads(c, x, num_heads=[4.5])),
+        (TypeError, "num_heads", lambda c, x: kft.send_recv_heads(c, x, num_heads=True)),
+        (TypeError, "query_heads", lambda c, x: kft.send_recv_heads(c, x, query_heads="4")),
+        (kf.OptionError, "query_heads", lambda c, x: kft.send_recv_heads(c, x, query_heads=-4)),
+        (TypeError, "head_splits", lambda c, x: kft.send_recv_heads(c, x, head_splits=3)),
+        (TypeError, "head_splits", lambda c, x: kft.send_recv_heads(c, x, head_splits=["a", "b"])),
+        (
+            kf.OptionError,
+            "head_splits",
+            lambda c, x: kft.send_recv_heads(c, x, head_splits=[range(0, 4, 2), 0]),
+        ),
+        (TypeError, "num_sms", lambda c, x: kft.send_recv_heads(c, x, num_sms="all")),
+        (kf.OptionError, "num_sms", lambda c, x: kft.send_recv_heads(c, x, num_sms=2**40)),
+        (kf.OptionError, "num_sms", lambda c, x: kft.send_recv_heads(c, x, num_sms=-1)),
+    ],
+)
+def test_whatever_is_refused_reaches_the_other_ranks(kind: Any, words: str, call: Any) -> None:
+    from exchange_ranks import together_outcomes  # noqa: PLC0415
+
+    def body(comm: kf.All2All, rank: int) -> Any:
+        x = torch.zeros(1, 3, 4, 5)
+        with pytest.raises(kind if rank else kf.ContractMismatch, match=words if rank else None) as info:
+            call(comm, x) if rank else kft.send_recv_heads(comm, x)
+        return info.value
+
+    zero, one = together_outcomes(2, body, timeout=60.0)
+    assert zero.error is None and one.error is None, (zero.error, one.error)
+    assert zero.value.rank == 1 and type(one.value) is kind and zero.seconds < 20
+
+
+def test_what_is_no_communicator_is_said() -> None:
+    for call in (kft.send_recv_heads, kft.gather_heads, kft.allgather):
+        with pytest.raises(TypeError, match=r"^comm must be"):
+            call(None, torch.zeros(1, 3, 4, 5))  # type: ignore[arg-type]
+
+
+def test_integers_of_other_libraries() -> None:
+    numpy = pytest.importorskip("numpy")
+    with kf.All2All(0, 1, capacity_bytes=1 << 16) as comm:
+        x = torch.arange(60.0).reshape(1, 3, 4, 5)
+        for three in (numpy.int64(3), torch.tensor(3)):
+            options = {"rank_tokens": [three], "num_heads": three + 1, "head_splits": [three + 1]}
+            assert torch.equal(kft.send_recv_heads(comm, x, **options), x)
+        options = {"rank_tokens": numpy.array([3]), "query_heads": numpy.uint8(4)}
+        assert torch.equal(kft.send_recv_heads(comm, x, **options), x)
+
+
 def test_a_store_of_torch() -> None:
     store = torch.distributed.HashStore()
     meet: Any = store

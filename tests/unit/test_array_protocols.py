@@ -90,7 +90,7 @@ class TestDlpack:
             (dlpack.Producer(source, device=13), kf.Unsupported, "device type 13"),
             (dlpack.Producer(source, device=7), kf.Unsupported, "device type 7"),
             (dlpack.Producer(source, shape=(7, 4, 6, 0)), kf.LayoutError, "empty"),
-            (dlpack.Producer(source, shape=(7, 4, -6, 5)), kf.LayoutError, "empty"),
+            (dlpack.Producer(source, shape=(7, 4, -6, 5)), kf.ProtocolError, "negative"),
             (dlpack.Producer(source, shape=(7, 4)), kf.LayoutError, "dimensions"),
             (dlpack.Producer(source, name=b"used_dltensor"), ValueError, "incorrect name"),
             (dlpack.Producer(source[::-1]), kf.LayoutError, "negative"),

@@ -13,6 +13,7 @@ import kvferry as kf
 
 BASES: dict[type[kf.Error], type[Exception]] = {
     kf.LayoutError: ValueError,
+    kf.ProtocolError: TypeError,
     kf.OptionError: ValueError,
     kf.BlockIdError: IndexError,
     kf.MismatchError: AssertionError,
@@ -23,6 +24,7 @@ BASES: dict[type[kf.Error], type[Exception]] = {
     kf.HostMemoryError: OSError,
     kf.TransferError: RuntimeError,
     kf.WaitTimeout: TimeoutError,
+    kf.RendezvousError: ConnectionError,
     kf.PeerTimeout: TimeoutError,
     kf.PeerDied: ConnectionError,
     kf.ContractMismatch: ValueError,

@@ -198,6 +198,11 @@ fn what_does_not_fit_is_refused_before_it_reaches_a_stream() {
     assert!(with(&|shape| shape.pieces[1][0].input = 1).is_err());
     assert!(with(&|shape| shape.pieces[1][0].dst_offset = POOL - 999).is_err());
     assert!(with(&|shape| shape.result_bytes = POOL + 1).is_err());
+    // The own share beyond the own results, for which alone a call finds room.
+    assert!(matches!(
+        with(&|shape| shape.pieces[0][0].dst_offset = 2000),
+        Err(CudaError::Argument { what: "the own share's reach", .. })
+    ));
     let endless = ExchangeLoop { count: 1 << 62, src_stride: 4, dst_stride: 4 };
     assert!(with(&|shape| shape.pieces[1][0].loops = vec![endless]).is_err());
     // Copies out of the pool.

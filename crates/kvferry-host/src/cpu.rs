@@ -20,9 +20,19 @@ pub fn features() -> Vec<&'static str> {
     known.into_iter().filter(|(_, present)| *present).map(|(name, _)| name).collect()
 }
 
+/// Whether the calling thread is the process's first, which is where Python runs signal handlers.
+pub fn is_main_thread() -> bool {
+    rustix::thread::gettid() == rustix::process::getpid()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn other_threads_are_not_the_main_one() {
+        assert!(!std::thread::spawn(is_main_thread).join().unwrap());
+    }
 
     #[test]
     fn this_machine_has_a_cpu() {

@@ -23,7 +23,7 @@ mod strided;
 mod vectorized_copy;
 
 pub use exchange::{
-    ARRIVALS_OFFSET, BELL_OFFSET, CELLS_OFFSET, CONTROL_BYTES, EXCHANGE_ITEM_LOOPS,
+    ARRIVALS_OFFSET, BEAT_OFFSET, BELL_OFFSET, CELLS_OFFSET, CONTROL_BYTES, EXCHANGE_ITEM_LOOPS,
     EXCHANGE_PARAM_BYTES_LARGE, EXCHANGE_PARAM_BYTES_SMALL, EXCHANGE_SHARED_BYTES, ExchangeArriveParams,
     ExchangeBuildError, ExchangeCall, ExchangeFlags, ExchangeGrid, ExchangeHeader, ExchangeItemParams,
     ExchangeLaunch, ExchangeLimits, ExchangeLoop, ExchangeLoopParams, ExchangeParamBuffer, ExchangePart,

@@ -8,11 +8,13 @@ use kvferry::{Dtype, ForeignArray, MemoryKind, Region};
 use pyo3::buffer::PyUntypedBuffer;
 use pyo3::exceptions::{PyBufferError, PyTypeError};
 use pyo3::prelude::*;
-use pyo3::types::{PyList, PyMapping, PyMemoryView, PyTuple};
+use pyo3::sync::PyOnceLock;
+use pyo3::types::{PyList, PyMapping, PyMemoryView, PyTuple, PyType};
 
 use crate::dlpack;
 use crate::errors::{plain, to_py};
-use crate::users::Users;
+use crate::interface::interface;
+use crate::users::{Users, attribute, loaded};
 
 /// Keeps a Python object alive from any thread; the last drop is left to the next call that holds the GIL.
 pub(crate) struct PyOwner(#[expect(dead_code, reason = "held for its reference")] pub(crate) Py<PyAny>);
@@ -211,6 +213,9 @@ pub(crate) fn raw(object: &Bound<'_, PyAny>, name: &str) -> PyResult<Raw> {
         // Its buffer shows bfloat16 and fp8 as integers.
         return dlpack::import(object, name).map_err(|error| noted(py, error, name));
     }
+    if is_masked(object)? {
+        return Err(masked(py, name));
+    }
     let unbuffered = match PyMemoryView::from(object) {
         Ok(view) => return buffer(&view, name),
         Err(error) => error,
@@ -277,55 +282,37 @@ fn buffer(view: &Bound<'_, PyMemoryView>, name: &str) -> PyResult<Raw> {
     })
 }
 
-/// NumPy's `__array_interface__`, or Numba's `__cuda_array_interface__`, both in version 3.
-pub(crate) fn interface(object: &Bound<'_, PyAny>, name: &str, protocol: &str) -> PyResult<Raw> {
-    let py = object.py();
-    let interface = object.getattr(protocol)?;
-    let optional = |key: &str| interface.call_method1("get", (key,));
-    let (addr, read_only): (u64, bool) = interface.get_item("data")?.extract()?;
-    let shape: Vec<i64> = interface.get_item("shape")?.extract()?;
-    let shape: Vec<u64> = shape.into_iter().map(|extent| extent.max(0) as u64).collect();
-    let kind: String = interface.get_item("typestr")?.extract()?;
-    if !optional("mask")?.is_none() {
-        return Err(plain(py, "LayoutError", format!("{name}: masked arrays are not supported")));
-    }
-    let item_bytes: u64 = kind.get(2..).and_then(|digits| digits.parse().ok()).unwrap_or(0);
-    let strides = match optional("strides")?.extract::<Option<Vec<i64>>>()? {
-        Some(strides) => strides,
-        None => packed(&shape, item_bytes),
-    };
-    let (order, letter) = (kind.get(..1), kind.get(1..2));
-    let native = order != Some(">");
-    let dtype = match (letter, item_bytes) {
-        _ if !native => None,
-        (Some("f"), 2) => Some(Dtype::Float16),
-        (Some("f"), 4) => Some(Dtype::Float32),
-        (Some("f"), 8) => Some(Dtype::Float64),
-        (Some("i"), _) => typed("i", item_bytes),
-        (Some("u"), 1) => Some(Dtype::UInt8),
-        _ => None,
-    };
-    // The types of ml_dtypes are void or one-byte floats to NumPy, but have names.
-    let dtype = dtype.or_else(|| named(object).filter(|dtype| native && dtype.bytes() == item_bytes));
-    Ok(Raw {
-        addr,
-        shape,
-        strides,
-        item_bytes,
-        relabel: native && matches!(letter, Some("i" | "u" | "b"))
-            || (letter == Some("V") && dtype.is_none()),
-        dtype,
-        dtype_name: format!("type string {kind:?}"),
-        read_only,
-        on_device: protocol.starts_with("__cuda"),
-        keep: object.clone().unbind(),
-    })
+pub(crate) fn masked(py: Python<'_>, name: &str) -> PyErr {
+    plain(py, "LayoutError", format!("{name}: masked arrays are not supported"))
 }
 
-/// The dtype that `object.dtype.name` spells.
-fn named(object: &Bound<'_, PyAny>) -> Option<Dtype> {
-    let name = object.getattr("dtype").ok()?.getattr("name").ok()?;
-    name.extract::<String>().ok()?.parse().ok()
+/// `numpy.ndarray`, if somebody has imported NumPy.
+pub(crate) fn ndarray<'py>(py: Python<'py>) -> PyResult<Option<&'py Bound<'py, PyType>>> {
+    static ARRAY: PyOnceLock<Py<PyType>> = PyOnceLock::new();
+    if ARRAY.get(py).is_none() {
+        let Some(numpy) = loaded(py, "numpy")? else { return Ok(None) };
+        let Some(array) = attribute(&numpy, "ndarray")? else { return Ok(None) };
+        let array = array.cast_into::<PyType>()?.unbind();
+        ARRAY.get_or_init(py, || array);
+    }
+    Ok(ARRAY.get(py).map(|array| array.bind(py)))
+}
+
+/// Whether `object` is an array of numpy.ma, whose buffer does not show its mask.
+fn is_masked(object: &Bound<'_, PyAny>) -> PyResult<bool> {
+    static MASKED: PyOnceLock<Py<PyType>> = PyOnceLock::new();
+    let py = object.py();
+    // Most are plain, and numpy.ma is seldom loaded.
+    if ndarray(py)?.is_none_or(|array| object.get_type().is(array)) {
+        return Ok(false);
+    }
+    if MASKED.get(py).is_none() {
+        let Some(module) = loaded(py, "numpy.ma")? else { return Ok(false) };
+        let Some(class) = attribute(&module, "MaskedArray")? else { return Ok(false) };
+        let class = class.cast_into::<PyType>()?.unbind();
+        MASKED.get_or_init(py, || class);
+    }
+    MASKED.get(py).map_or(Ok(false), |class| object.is_instance(class.bind(py)))
 }
 
 /// Byte strides of a C-contiguous array.
@@ -345,7 +332,7 @@ pub(crate) fn packed(shape: &[u64], item_bytes: u64) -> Vec<i64> {
 }
 
 /// A `struct` format character with its width.
-fn typed(format: &str, item_bytes: u64) -> Option<Dtype> {
+pub(crate) fn typed(format: &str, item_bytes: u64) -> Option<Dtype> {
     Some(match (format, item_bytes) {
         ("e", 2) => Dtype::Float16,
         ("f", 4) => Dtype::Float32,

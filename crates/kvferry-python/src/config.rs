@@ -1,16 +1,20 @@
 //! `kvferry.LayoutConfig`.
 
 use kvferry::{Dtype, LayoutConfigBuilder};
+use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
 
-use crate::errors::{OrRaise, plain};
+use crate::errors::{OrRaise, plain, shown};
 use crate::numbers::whole;
 
 /// Logical shape of a KV cache. Immutable, hashable, picklable.
 #[pyclass(frozen, eq, hash, module = "kvferry")]
 #[derive(Clone, PartialEq, Eq, Hash)]
 pub(crate) struct LayoutConfig(pub(crate) kvferry::LayoutConfig);
+
+/// Longer than any name of a dtype.
+const LONGEST_NAME: usize = 256;
 
 /// A dtype by name: a string, a torch dtype (`torch.bfloat16`), a NumPy dtype or scalar type (`np.float16`).
 pub(crate) fn dtype(value: &Bound<'_, PyAny>) -> PyResult<Dtype> {
@@ -22,7 +26,14 @@ pub(crate) fn dtype(value: &Bound<'_, PyAny>) -> PyResult<Dtype> {
     {
         name
     } else {
-        value.str()?.to_string_lossy().into_owned()
+        let text = value.str()?.to_string_lossy().into_owned();
+        if text.len() > LONGEST_NAME {
+            return Err(PyTypeError::new_err(format!(
+                "dtype must be a dtype or its name, got {}",
+                shown(value)
+            )));
+        }
+        text
     };
     name.parse::<Dtype>().or_raise(py)
 }

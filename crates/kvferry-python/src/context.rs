@@ -9,7 +9,7 @@ use kvferry::{Engine, TransferOptions, TransferStrategy, Transform};
 use pyo3::prelude::*;
 use pyo3::types::{PyRange, PyString, PyTuple};
 
-use crate::errors::{OrRaise, plain, to_py};
+use crate::errors::{OrRaise, plain, shown, to_py};
 use crate::layout::PhysicalLayout;
 use crate::numbers::{integer, whole};
 use crate::route::{Route, TransferPlan};
@@ -320,7 +320,7 @@ impl TransferContext {
 /// The GPU of a context: an ordinal, "cuda:1", "cuda" for the first, or "cpu".
 pub(crate) fn ordinal(device: &Bound<'_, PyAny>) -> PyResult<Option<u32>> {
     if let Ok(word) = device.cast::<PyString>() {
-        match word.to_str()? {
+        match &*word.to_string_lossy() {
             "cpu" => return Ok(None),
             "cuda" => return Ok(Some(0)),
             other => {
@@ -333,6 +333,6 @@ pub(crate) fn ordinal(device: &Bound<'_, PyAny>) -> PyResult<Option<u32>> {
         return Ok(Some(ordinal));
     }
     let message =
-        format!("device must be None, \"cpu\", a GPU ordinal or such as \"cuda:0\", got {}", device.repr()?);
+        format!("device must be None, \"cpu\", a GPU ordinal or such as \"cuda:0\", got {}", shown(device));
     Err(plain(device.py(), "OptionError", message))
 }

@@ -10,9 +10,10 @@ use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::PyDict;
 
-use crate::arrays::{PyOwner, Raw, interface, memory_of};
+use crate::arrays::{PyOwner, Raw, memory_of};
 use crate::dlpack;
 use crate::errors::{OrRaise, plain};
+use crate::interface::interface;
 use crate::users::Users;
 
 /// Ids on a device.

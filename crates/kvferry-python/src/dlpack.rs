@@ -9,7 +9,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyCapsule, PyCapsuleMethods, PyDict};
 
 use crate::arrays::{Raw, packed};
-use crate::errors::plain;
+use crate::errors::{plain, shown};
 
 #[repr(C)]
 #[derive(Clone, Copy)]
@@ -75,7 +75,14 @@ pub(crate) const FLOAT8_E5M2: u8 = 12;
 /// Asks `object` for its memory. The producer's stream is not waited for (`stream=-1`): kvferry orders itself.
 pub(crate) fn import(object: &Bound<'_, PyAny>, name: &str) -> PyResult<Raw> {
     let py = object.py();
-    let (device, ordinal): (i32, i32) = object.call_method0("__dlpack_device__")?.extract()?;
+    let wrong = |what: String| plain(py, "ProtocolError", format!("{name}: its {what}"));
+    if !object.hasattr("__dlpack_device__")? {
+        return Err(wrong("__dlpack__ comes without a __dlpack_device__".to_owned()));
+    }
+    let place = object.call_method0("__dlpack_device__")?;
+    let Ok((device, ordinal)) = place.extract::<(i32, i32)>() else {
+        return Err(wrong(format!("__dlpack_device__ must give two integers, got {}", shown(&place))));
+    };
     // torch exports memory of the current device only.
     let gpu = u32::try_from(ordinal).ok().filter(|_| device == DEVICE_CUDA);
     let gpu = gpu.and_then(|ordinal| Gpu::bystander(ordinal).ok());
@@ -94,7 +101,13 @@ pub(crate) fn import(object: &Bound<'_, PyAny>, name: &str) -> PyResult<Raw> {
         }
         Err(error) => return Err(error),
     };
-    let capsule = capsule.cast_into::<PyCapsule>()?;
+    let capsule = match capsule.cast_into::<PyCapsule>() {
+        Ok(capsule) => capsule,
+        Err(error) => {
+            let given = error.into_inner();
+            return Err(wrong(format!("__dlpack__ must give a capsule, got {}", shown(&given))));
+        }
+    };
     let (tensor, read_only) = if capsule.is_valid_checked(Some(VERSIONED)) {
         let managed = capsule.pointer_checked(Some(VERSIONED))?.cast::<DlManagedTensorVersioned>();
         // SAFETY: a capsule of this name holds a live DLManagedTensorVersioned (DLPack 1.x); we hold the capsule, it is
@@ -108,16 +121,24 @@ pub(crate) fn import(object: &Bound<'_, PyAny>, name: &str) -> PyResult<Raw> {
             ));
         }
         (managed.tensor, managed.flags & READ_ONLY != 0)
-    } else {
+    } else if capsule.is_valid_checked(Some(LEGACY)) {
         let managed = capsule.pointer_checked(Some(LEGACY))?.cast::<DlTensor>();
         // SAFETY: a capsule of this name holds a live DLManagedTensor, whose first member is the DLTensor; we hold the
         // capsule and it is not consumed.
         (unsafe { *managed.as_ref() }, false)
+    } else {
+        return Err(wrong(
+            "__dlpack__ gave a capsule with an incorrect name: used, or no tensor's".to_owned(),
+        ));
     };
     let device_type = tensor.device.device_type;
     if !matches!(device_type, DEVICE_CPU | DEVICE_CUDA | DEVICE_CUDA_HOST) {
         let message = format!("{name}: memory of DLPack device type {device_type} is not supported");
         return Err(plain(py, "Unsupported", message));
+    }
+    let extents = read(tensor.shape, usize::try_from(tensor.ndim).unwrap_or(0));
+    if let Some(axis) = extents.iter().position(|&extent| extent < 0) {
+        return Err(wrong(format!("__dlpack__ tensor has a negative extent at axis {axis}")));
     }
     let DlDataType { code, bits, lanes } = tensor.dtype;
     let item_bytes = if bits.is_multiple_of(8) && lanes == 1 { u64::from(bits / 8) } else { 0 };

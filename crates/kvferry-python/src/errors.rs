@@ -36,6 +36,16 @@ pub(crate) fn plain(py: Python<'_>, class: &'static str, message: impl Into<Stri
     raise(py, class, message.into(), |_| Ok(()))
 }
 
+/// What a message shows of a value: its repr, unless that is long.
+pub(crate) fn shown(value: &Bound<'_, PyAny>) -> String {
+    const LONGEST: usize = 80;
+    match value.repr().map(|text| text.to_string_lossy().into_owned()) {
+        Ok(text) if text.chars().count() <= LONGEST => text,
+        Ok(text) => text.chars().take(LONGEST).chain("...".chars()).collect(),
+        Err(_) => format!("a {}", value.get_type()),
+    }
+}
+
 /// The exception for a kvferry error. No wildcard over our own variants where a field would be lost.
 pub(crate) fn to_py(py: Python<'_>, error: Error) -> PyErr {
     let message = error.to_string();
@@ -79,6 +89,7 @@ pub(crate) fn to_py(py: Python<'_>, error: Error) -> PyErr {
         Error::ArrayBounds { .. } => plain(py, "LayoutError", message),
         Error::Exchange(failure) => all2all::failure(py, failure),
         Error::Setup(error) => all2all::setup(py, error),
+        Error::Interrupted { .. } => all2all::interrupted(message),
         Error::Capacity { needed, capacity, .. } => raise(py, "CapacityError", message, |d| {
             d.set_item("needed", needed)?;
             d.set_item("capacity", capacity)

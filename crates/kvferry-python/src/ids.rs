@@ -4,7 +4,7 @@ use kvferry::BlockId;
 use pyo3::buffer::PyUntypedBuffer;
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
-use pyo3::types::{PyBool, PyList, PyMemoryView, PyRange, PySequence, PyString, PyTuple};
+use pyo3::types::{PyList, PyMemoryView, PyRange, PySequence, PyString, PyTuple};
 
 use crate::device_ids::device_ids;
 use crate::errors::{block_id, plain};
@@ -77,8 +77,7 @@ fn from_sequence(list: &Bound<'_, PyAny>, what: IdList) -> PyResult<Vec<BlockId>
     for (index, item) in list.try_iter()?.enumerate() {
         let item = item?;
         // A list of bools is a mask by mistake.
-        let value = if item.is_instance_of::<PyBool>() { None } else { integer(&item)? };
-        let Some(value) = value else {
+        let Some(value) = integer(&item)? else {
             let kind = item.get_type().name()?;
             let message = format!("{} block ids must be integers, got {kind} at index {index}", what.side);
             return Err(PyTypeError::new_err(message));

@@ -13,6 +13,7 @@ mod export;
 mod faults;
 mod ids;
 mod info;
+mod interface;
 mod layout;
 mod memory;
 mod notify;

@@ -3,11 +3,15 @@
 
 use pyo3::exceptions::{PyOverflowError, PyTypeError};
 use pyo3::prelude::*;
+use pyo3::types::PyBool;
 
 use crate::errors::plain;
 
-/// An integer of any size, saturated to 128 bits. `None` if `value` is no integer.
+/// An integer of any size, saturated to 128 bits. `None` if `value` is no integer, or is True or False.
 pub(crate) fn integer(value: &Bound<'_, PyAny>) -> PyResult<Option<i128>> {
+    if value.is_exact_instance_of::<PyBool>() {
+        return Ok(None);
+    }
     // Most values fit, and the 128-bit conversion is several times slower.
     if let Ok(small) = value.extract::<i64>() {
         return Ok(Some(small.into()));

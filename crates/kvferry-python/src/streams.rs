@@ -5,7 +5,7 @@ use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyInt, PyList, PyTuple};
 
-use crate::errors::plain;
+use crate::errors::{plain, shown};
 use crate::numbers::whole;
 use crate::transfer::Transfer;
 
@@ -23,7 +23,11 @@ fn stream_of(name: &'static str, value: &Bound<'_, PyAny>) -> PyResult<Option<St
     } else if let Some(protocol) = value.getattr_opt(intern!(py, "__cuda_stream__"))? {
         // A method by the protocol, and a plain tuple in the version that some libraries have.
         let pair = if protocol.is_callable() { protocol.call0()? } else { protocol };
-        let (version, raw): (i64, Bound<'_, PyAny>) = pair.extract()?;
+        let Ok((version, raw)) = pair.extract::<(i64, Bound<'_, PyAny>)>() else {
+            let message =
+                format!("{name}: __cuda_stream__ must give (version, handle), got {}", shown(&pair));
+            return Err(plain(py, "OptionError", message));
+        };
         if version != 0 {
             let message = format!("{name}: version {version} of __cuda_stream__ is not supported");
             return Err(plain(py, "Unsupported", message));

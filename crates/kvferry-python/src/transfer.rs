@@ -4,8 +4,9 @@ use std::time::{Duration, Instant};
 
 use kvferry::TransferCompleteNotification;
 use kvferry::host::ForkGuard;
-use pyo3::exceptions::PyOverflowError;
+use pyo3::exceptions::{PyOverflowError, PyTypeError};
 use pyo3::prelude::*;
+use pyo3::types::PyBool;
 
 use crate::errors::{OrRaise, plain, to_py};
 use crate::notify;
@@ -217,19 +218,19 @@ pub(crate) fn interruptible<T: Send>(
 pub(crate) struct Timeout(Duration);
 
 impl Timeout {
-    pub(crate) const fn of(duration: Duration) -> Timeout {
-        Timeout(duration)
-    }
-
     pub(crate) const fn duration(self) -> Duration {
         self.0
     }
-}
 
-impl FromPyObject<'_, '_> for Timeout {
-    type Error = PyErr;
+    /// Reads the argument `name`; True and False are no numbers.
+    pub(crate) fn read(name: &str, value: &Bound<'_, PyAny>) -> PyResult<Timeout> {
+        if value.is_instance_of::<PyBool>() {
+            return Err(no_seconds(name, value));
+        }
+        Timeout::number(name, value)
+    }
 
-    fn extract(value: Borrowed<'_, '_, PyAny>) -> PyResult<Timeout> {
+    fn number(name: &str, value: &Bound<'_, PyAny>) -> PyResult<Timeout> {
         let py = value.py();
         let seconds = match value.extract::<f64>() {
             Ok(seconds) => seconds,
@@ -241,16 +242,29 @@ impl FromPyObject<'_, '_> for Timeout {
                     f64::INFINITY
                 }
             }
+            Err(error) if error.is_instance_of::<PyTypeError>(py) => return Err(no_seconds(name, value)),
             Err(error) => return Err(error),
         };
         if seconds.is_nan() || seconds < 0.0 {
-            return Err(plain(
-                py,
-                "OptionError",
-                format!("timeout must be at least 0 seconds, got {seconds}"),
-            ));
+            let message = format!("{name} must be at least 0 seconds, got {seconds}");
+            return Err(plain(py, "OptionError", message));
         }
         // A century; Duration cannot hold infinity.
         Ok(Timeout(Duration::from_secs_f64(seconds.min(3.2e9))))
+    }
+}
+
+fn no_seconds(name: &str, value: &Bound<'_, PyAny>) -> PyErr {
+    match value.get_type().name() {
+        Ok(kind) => PyTypeError::new_err(format!("{name} must be a number of seconds, got {kind}")),
+        Err(error) => error,
+    }
+}
+
+impl FromPyObject<'_, '_> for Timeout {
+    type Error = PyErr;
+
+    fn extract(value: Borrowed<'_, '_, PyAny>) -> PyResult<Timeout> {
+        Timeout::number("timeout", &value)
     }
 }

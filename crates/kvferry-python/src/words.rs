@@ -3,7 +3,7 @@
 use pyo3::buffer::PyUntypedBuffer;
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
-use pyo3::types::{PyBool, PySequence, PyString};
+use pyo3::types::{PySequence, PyString};
 
 use crate::errors::plain;
 use crate::ids::has_buffer;
@@ -14,11 +14,12 @@ const MAX_RESERVED: usize = 1 << 16;
 
 /// Reads a list of numbers from 0 to 2^64 - 1; `name` serves errors.
 pub(crate) fn words(list: &Bound<'_, PyAny>, name: &str) -> PyResult<Vec<u64>> {
-    if has_buffer(list) {
-        let buffer = PyUntypedBuffer::get(list)?;
-        if let Some(found) = from_buffer(list.py(), &buffer, name)? {
-            return Ok(found);
-        }
+    // PyO3 refuses a buffer without axes (a NumPy scalar), which is no list either.
+    if has_buffer(list)
+        && let Ok(buffer) = PyUntypedBuffer::get(list)
+        && let Some(found) = from_buffer(list.py(), &buffer, name)?
+    {
+        return Ok(found);
     }
     // A CPU torch tensor has no buffer, but shares its memory with a NumPy array.
     if let Some(numpy) = list.getattr_opt("numpy")? {
@@ -34,8 +35,7 @@ pub(crate) fn words(list: &Bound<'_, PyAny>, name: &str) -> PyResult<Vec<u64>> {
     let mut out = Vec::with_capacity(list.len().unwrap_or(0).min(MAX_RESERVED));
     for (index, item) in list.try_iter()?.enumerate() {
         let item = item?;
-        let value = if item.is_instance_of::<PyBool>() { None } else { integer(&item)? };
-        let Some(value) = value else {
+        let Some(value) = integer(&item)? else {
             let kind = item.get_type().name()?;
             return Err(PyTypeError::new_err(format!(
                 "{name} must hold integers, got {kind} at index {index}"

@@ -109,7 +109,14 @@ pub enum Error {
     },
     /// Ranks did not find each other, or could not agree.
     #[error(transparent)]
-    Setup(#[from] SetupError),
+    Setup(SetupError),
+    /// Whoever looks after the waits of an all2all communicator ([`Attend`](crate::all2all::Attend)) gave up in one. The
+    /// communicator is broken, or was not made.
+    #[error("interrupted in {what}")]
+    Interrupted {
+        /// What was waited for.
+        what: String,
+    },
     /// The arguments of an all2all call make no contract.
     #[error(transparent)]
     Contract(#[from] ExchangeError),
@@ -147,4 +154,13 @@ pub enum Error {
     /// The system refused to start a thread.
     #[error("cannot start a copy thread: {0}")]
     Thread(#[source] std::io::Error),
+}
+
+impl From<SetupError> for Error {
+    fn from(error: SetupError) -> Error {
+        match error {
+            SetupError::Interrupted { what } => Error::Interrupted { what },
+            other => Error::Setup(other),
+        }
+    }
 }

@@ -18,9 +18,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import kvferry as kf
 from kvferry.torch._distributed import Distributed, from_group
 from kvferry.torch._operator import exchange
+from kvferry.torch._options import check_axis, check_communicator
 from kvferry.torch._splits import GATHER, HEADS, SEND, TOKENS
 
 if TYPE_CHECKING:
@@ -45,7 +45,10 @@ def gather_heads(comm: Communicator, tensors: Tensors, **options: Any) -> Any:
 
 def allgather(comm: Communicator, tensors: Tensors, axis: str = "tokens", **options: Any) -> Any:
     """All2All.allgather() with a gradient: the sum of all ranks'."""
-    if axis not in ("tokens", "heads"):
-        comm._refuse(TOKENS, "unknown axis")
-        raise kf.OptionError(f'axis must be "tokens" or "heads", got {axis!r}')
+    check_communicator(comm)
+    try:
+        check_axis(axis)
+    except Exception as error:
+        comm._refuse(TOKENS, str(error))
+        raise
     return exchange(comm, tensors, TOKENS if axis == "tokens" else HEADS, **options)

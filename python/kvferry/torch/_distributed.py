@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 import kvferry as kf
+from kvferry.torch._options import check_axis, check_layout
 from kvferry.torch._registry import register
 from kvferry.torch._splits import (
     GATHER,
@@ -21,6 +22,7 @@ from kvferry.torch._splits import (
     Splits,
     head_axis,
     heads_of,
+    tensors_of,
     token_axis,
     tokens_of,
 )
@@ -59,8 +61,7 @@ class Distributed:
 
     def allgather(self, tensors: Any, axis: Literal["tokens", "heads"] = "tokens", **options: Any) -> Any:
         """See All2All.allgather()."""
-        if axis not in ("tokens", "heads"):
-            raise kf.OptionError(f'axis must be "tokens" or "heads", got {axis!r}')
+        check_axis(axis)
         return self._call(TOKENS if axis == "tokens" else HEADS, tensors, **options)
 
     def close(self) -> None:
@@ -87,7 +88,8 @@ class Distributed:
         if num_sms is not None:
             raise kf.Unsupported("num_sms: the group's backend chooses for itself")
         single = isinstance(tensors, torch.Tensor)
-        given = [tensors] if single else list(tensors)
+        given = tensors_of(tensors)
+        check_layout(layout)
         tokens = tokens_of(given, operation, layout, self.world_size, rank_tokens)
         totals, splits = heads_of(
             given, operation, layout, self.world_size, num_heads, query_heads, head_splits

@@ -5,7 +5,7 @@ from typing import Any, Optional, Sequence, Union  # noqa: UP035 - torch reads t
 import torch
 from torch.library import custom_op
 
-import kvferry as kf
+from kvferry.torch._options import check_communicator, check_layout, no_others, number
 from kvferry.torch._registry import Communicator, find
 from kvferry.torch._splits import (
     GATHER,
@@ -16,6 +16,7 @@ from kvferry.torch._splits import (
     head_axis,
     heads_of,
     ranges_of,
+    tensors_of,
     token_axis,
     tokens_of,
     unflat,
@@ -35,17 +36,21 @@ def exchange(
     query_heads: int | None = None,
     head_splits: Any = None,
     num_sms: int | None = None,
+    **unknown: Any,
 ) -> Any:
     """Says all that ranks must agree on in numbers, which compilers can keep, and calls the operator."""
+    check_communicator(comm)
     single = isinstance(tensors, torch.Tensor)
-    given = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
     try:
-        if layout not in ("BNHD", "BHND"):
-            raise kf.OptionError(f'layout must be "BNHD" or "BHND", got {layout!r}')
+        no_others(operation, unknown)
+        given = tensors_of(tensors)
+        check_layout(layout)
+        num_sms = None if num_sms is None else number("num_sms", num_sms)
         world = comm.world_size
         tokens = tokens_of(given, operation, layout, world, rank_tokens)
         totals, splits = heads_of(given, operation, layout, world, num_heads, query_heads, head_splits)
-    except kf.Error as error:
+    except Exception as error:
+        # Whatever it is: the other ranks must not wait for this one.
         if not torch.compiler.is_compiling():
             comm._refuse(operation, str(error))
         raise

@@ -75,8 +75,9 @@ impl ExchangeRoute {
     /// A route over `link`.
     ///
     /// # Errors
-    /// [`CudaError::Argument`] for lists of other lengths than the link has ranks, inputs that do not exist or pieces
-    /// beyond 62 bits; [`CudaError::Exchange`] for what no kernel does, once [`check`](Self::check) or a call asks.
+    /// [`CudaError::Argument`] for lists of other lengths than the link has ranks, inputs that do not exist, pieces
+    /// beyond 62 bits, or an own share beyond the own results, which a call finds room for in the pool;
+    /// [`CudaError::Exchange`] for what no kernel does, once [`check`](Self::check) or a call asks.
     pub fn new(link: &Arc<ExchangeLink>, shape: RouteShape) -> Result<ExchangeRoute> {
         let refuse = |what, value: usize, rule| Err(CudaError::Argument { what, value: value as u64, rule });
         if shape.pieces.len() != link.world() {
@@ -105,6 +106,12 @@ impl ExchangeRoute {
                 reach = reach.max(written.map_or(0, |(_, end)| end.unsigned_abs()));
                 let runs = loops().fold(1_u64, |runs, l| runs.saturating_mul(l.count));
                 sum = sum.saturating_add(runs.saturating_mul(piece.run_bytes));
+            }
+            // Peers say where they want it, and check that themselves; the own share goes where the caller says.
+            let own = reaches.len() == link.rank();
+            if own && reach > shape.result_bytes {
+                let (what, rule) = ("the own share's reach", "it must lie within the own results");
+                return Err(CudaError::Argument { what, value: reach, rule });
             }
             reaches.push(reach);
             bytes.push(sum);

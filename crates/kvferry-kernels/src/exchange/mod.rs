@@ -27,9 +27,9 @@ pub use small::{
 };
 pub use template::ExchangeTemplate;
 pub use words::{
-    ARRIVALS_OFFSET, BELL_OFFSET, CELLS_OFFSET, CONTROL_BYTES, HeaderCell, HostPage, LocalState, MAX_RANKS,
-    PLACE_ALIGN, POISON_FRESH, POISON_NONE, POISON_OLD, PROBE_OFFSET, Record, RecordKind, abort_word,
-    arrival_offset, header_cell_offset, split_abort_word,
+    ARRIVALS_OFFSET, BEAT_OFFSET, BELL_OFFSET, CELLS_OFFSET, CONTROL_BYTES, HeaderCell, HostPage, LocalState,
+    MAX_RANKS, PLACE_ALIGN, POISON_FRESH, POISON_NONE, POISON_OLD, PROBE_OFFSET, Record, RecordKind,
+    abort_word, arrival_offset, header_cell_offset, split_abort_word,
 };
 
 #[cfg(test)]

@@ -13,6 +13,8 @@ pub const CELLS_OFFSET: u64 = 0;
 pub const ARRIVALS_OFFSET: u64 = 8192;
 /// The doorbell of CPU ranks in a control block: a u32, waited for with a futex.
 pub const BELL_OFFSET: u64 = 16384;
+/// Where a CPU rank says that it waits, and for whom.
+pub const BEAT_OFFSET: u64 = BELL_OFFSET + LINE;
 /// What the pair probe of set-up writes in a control block: a count, then a flag per source.
 pub const PROBE_OFFSET: u64 = 17408;
 /// Bytes of a control block. The pool follows, at a multiple of 4,096.

@@ -3,11 +3,13 @@
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 use kvferry::all2all::{CallOptions, ExchangeResult, Landing};
-use kvferry::layout::{ExchangeOp, HeadLayout};
+use kvferry::layout::ExchangeOp;
 use kvferry::{Region, StreamHandle};
+use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 
 use super::All2All;
+use super::arguments::{Arguments, Given};
 use super::array::{ExchangeArray, addr};
 use super::held::Held;
 use super::inputs::{Input, Inputs, Library};
@@ -20,36 +22,41 @@ use crate::numbers::whole;
 use crate::streams;
 use crate::users::{cupy_stream, torch_stream};
 
-/// Options of a call.
-pub(crate) struct Asked<'a, 'py> {
-    pub(crate) rank_tokens: Option<&'a Bound<'py, PyAny>>,
-    pub(crate) layout: &'a str,
-    pub(crate) num_heads: Option<&'a Bound<'py, PyAny>>,
-    pub(crate) query_heads: Option<&'a Bound<'py, PyAny>>,
-    pub(crate) head_splits: Option<&'a Bound<'py, PyAny>>,
-    pub(crate) out: Option<&'a Bound<'py, PyAny>>,
-    pub(crate) stream: Option<&'a Bound<'py, PyAny>>,
-    pub(crate) num_sms: Option<&'a Bound<'py, PyAny>>,
-    pub(crate) engine: &'a str,
-    pub(crate) dtype: Option<&'a Bound<'py, PyAny>>,
+/// A call as it was asked for; nothing of it has been looked at.
+pub(crate) struct Asked<'py> {
+    tensors: Option<Bound<'py, PyAny>>,
+    /// Of allgather.
+    axis: Option<Bound<'py, PyAny>>,
+    options: CallKeywords<'py>,
+    /// What Python says against the arguments.
+    bound: PyResult<()>,
 }
 
-impl Asked<'_, '_> {
-    fn read(&self, py: Python<'_>, layout: HeadLayout, tensors: usize) -> PyResult<CallOptions> {
-        let num_sms = |given| whole("OptionError", "num_sms", given, u32::MAX.into());
-        Ok(CallOptions {
-            layout,
-            rank_tokens: self.rank_tokens.map(options::rank_tokens).transpose()?,
-            num_heads: self.num_heads.map(|given| options::num_heads(given, tensors)).transpose()?,
-            query_heads: self.query_heads.map(options::query_heads).transpose()?,
-            head_splits: self.head_splits.map(|given| options::head_splits(given, tensors)).transpose()?,
-            out: self.out.map(options::output).transpose()?,
-            stream: self.stream.map(|given| streams::stream("stream", given)).transpose()?,
-            num_sms: self.num_sms.map(num_sms).transpose()?.map(|count| count as u32),
-            engine: options::engine(py, self.engine)?,
-            kinds: 0,
-        })
+/// `rank_tokens`, `layout`, `num_heads`, `query_heads`, `head_splits`, `out`, `stream`, `num_sms`, `engine`, `dtype`.
+pub(crate) type CallKeywords<'py> = [Given<'py>; 10];
+
+impl<'py> Asked<'py> {
+    pub(crate) fn new(op: ExchangeOp, given: &Arguments<'_, 'py>, options: CallKeywords<'py>) -> Asked<'py> {
+        let ([tensors], [], bound) = given.bind(op.name(), ["tensors"], 1, []);
+        Asked { tensors, axis: None, options, bound }
     }
+
+    pub(crate) fn allgather(given: &Arguments<'_, 'py>, options: CallKeywords<'py>) -> Asked<'py> {
+        let ([tensors, axis], [], bound) = given.bind("allgather", ["tensors", "axis"], 1, []);
+        Asked { tensors, axis, options, bound }
+    }
+
+    /// The operation that allgather is along its axis.
+    pub(crate) fn along(&self, py: Python<'_>) -> PyResult<ExchangeOp> {
+        self.axis.as_ref().map_or(Ok(ExchangeOp::AllGatherTokens), |axis| options::axis(py, axis))
+    }
+}
+
+/// What was asked for and can be.
+struct Prepared<'py> {
+    op: ExchangeOp,
+    inputs: Inputs<'py>,
+    options: CallOptions,
 }
 
 /// Results that somebody holds, to be found by the address of what Python shows of them. GPU memory only: for host memory
@@ -110,17 +117,20 @@ impl All2All {
         stream.or_else(|| torch::current_stream(self.ordinal()?))
     }
 
+    /// `op`: of a call that is not an allgather.
     pub(crate) fn call<'py>(
         &self,
         py: Python<'py>,
-        op: ExchangeOp,
-        tensors: &Bound<'py, PyAny>,
-        asked: &Asked<'_, 'py>,
+        op: Option<ExchangeOp>,
+        asked: Asked<'py>,
     ) -> PyResult<Bound<'py, PyAny>> {
         let mut stream = None;
-        let (inputs, options) = match self.prepare(py, tensors, asked, &mut stream) {
+        let Prepared { op, inputs, options } = match self.prepare(py, op, asked, &mut stream) {
             Ok(prepared) => prepared,
-            Err(error) => return Err(self.refused(py, op, stream, error)),
+            Err(error) => {
+                let op = op.unwrap_or(ExchangeOp::AllGatherTokens);
+                return Err(self.refused(py, op, stream, error));
+            }
         };
         let arrays = inputs.arrays();
         let (done, copies) = self.run(py, op, &inputs, &arrays, &options);
@@ -130,23 +140,42 @@ impl All2All {
         outputs(py, &inputs, options.layout, results, copies.made, |held| self.live.add(held))
     }
 
+    /// Whatever is raised here is published by the caller, on the stream if that has been found.
     fn prepare<'py>(
         &self,
         py: Python<'py>,
-        tensors: &Bound<'py, PyAny>,
-        asked: &Asked<'_, 'py>,
+        op: Option<ExchangeOp>,
+        asked: Asked<'py>,
         stream: &mut Option<StreamHandle>,
-    ) -> PyResult<(Inputs<'py>, CallOptions)> {
-        if let Some(given) = asked.stream {
-            *stream = Some(streams::stream("stream", given)?);
+    ) -> PyResult<Prepared<'py>> {
+        let axis = asked.along(py);
+        let [rank_tokens, layout, num_heads, query_heads, head_splits, out, on, num_sms, engine, dtype] =
+            asked.options.map(|given| given.0);
+        // None is as good as nothing, but for words.
+        let some = |given: Option<Bound<'py, PyAny>>| given.filter(|value| !value.is_none());
+        if let Some(given) = some(on) {
+            *stream = Some(streams::stream("stream", &given)?);
         }
-        let layout = options::layout(py, asked.layout)?;
-        let declared = asked.dtype.map(crate::config::dtype).transpose()?;
-        let mut inputs = Inputs::read(tensors, layout, declared, self.home())?;
-        let mut options = asked.read(py, layout, inputs.each.len())?;
-        if declared.is_none() {
-            options.kinds = inputs.kinds();
-        }
+        asked.bound?;
+        let op = op.map_or(axis, Ok)?;
+        let Some(tensors) = asked.tensors else { return Err(PyTypeError::new_err("tensors must be given")) };
+        let layout = options::layout(py, layout.as_ref())?;
+        let declared = some(dtype).map(|given| crate::config::dtype(&given)).transpose()?;
+        let mut inputs = Inputs::read(&tensors, layout, declared, self.home())?;
+        let count = inputs.each.len();
+        let sms = |given: Bound<'_, PyAny>| whole("OptionError", "num_sms", &given, u32::MAX.into());
+        let mut options = CallOptions {
+            layout,
+            rank_tokens: some(rank_tokens).map(|given| options::rank_tokens(&given)).transpose()?,
+            num_heads: some(num_heads).map(|given| options::num_heads(&given, count)).transpose()?,
+            query_heads: some(query_heads).map(|given| options::query_heads(&given)).transpose()?,
+            head_splits: some(head_splits).map(|given| options::head_splits(&given, count)).transpose()?,
+            out: some(out).map(|given| options::output(&given)).transpose()?,
+            stream: *stream,
+            num_sms: some(num_sms).map(sms).transpose()?.map(|count| count as u32),
+            engine: options::engine(py, engine.as_ref())?,
+            kinds: if declared.is_none() { inputs.kinds() } else { 0 },
+        };
         if options.stream.is_none()
             && let Some(ordinal) = self.ordinal()
         {
@@ -156,7 +185,7 @@ impl All2All {
             }
         }
         *stream = options.stream;
-        Ok((inputs, options))
+        Ok(Prepared { op, inputs, options })
     }
 
     fn run(

@@ -34,6 +34,10 @@ pub(crate) fn failure(py: Python<'_>, failure: ExchangeFailure) -> PyErr {
                 d.set_item("reason", reason)
             })
         }
+        ExchangeFailure::Interrupted { rank, .. } => raise(py, "Aborted", message, |d| {
+            d.set_item("rank", rank)?;
+            d.set_item("reason", "it was interrupted")
+        }),
         _ => plain(py, "Error", message),
     }
 }
@@ -82,6 +86,11 @@ pub(crate) fn setup(py: Python<'_>, error: SetupError) -> PyErr {
         SetupError::Url { .. } | SetupError::Range { .. } | SetupError::TooLarge { .. } => {
             plain(py, "OptionError", message)
         }
+        SetupError::Place { source, .. } => {
+            let errno = source.raw_os_error();
+            raise(py, "RendezvousError", message, |d| d.set_item("errno", errno))
+        }
+        SetupError::Unreachable { .. } | SetupError::Store { .. } => plain(py, "RendezvousError", message),
         SetupError::AddressInUse { .. } => plain(py, "Busy", message),
         SetupError::RendezvousTimeout { waited, .. } => late(message, None, "connect", waited.as_secs_f64()),
         SetupError::Missing { missing, waited, .. } => {
@@ -93,6 +102,7 @@ pub(crate) fn setup(py: Python<'_>, error: SetupError) -> PyErr {
         SetupError::Diverged { rank, .. }
         | SetupError::Withdrawn { rank, .. }
         | SetupError::PeerRefused { rank, .. }
+        | SetupError::Duplicate { rank, .. }
         | SetupError::WrongUser { rank, .. }
         | SetupError::Disagree { rank, .. } => mismatch(py, message.clone(), rank, &message),
         SetupError::PeerDied { rank, pid, what } => gone(message, rank, pid, &what),

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
+use kvferry::host::ForkGuard;
 use pyo3::prelude::*;
 use pyo3::types::PyRange;
 
@@ -17,6 +18,8 @@ pub(crate) struct Inner {
     pub(super) comm: kvferry::all2all::All2All,
     pub(super) live: Live,
     pub(super) handle: u64,
+    /// For what the library does not refuse in a forked child, though its counts and locks are the parent's.
+    pub(super) fork: ForkGuard,
 }
 
 /// Communicators by number: compilers of torch keep numbers in their graphs, not objects.
@@ -26,7 +29,7 @@ impl Inner {
     pub(super) fn new(comm: kvferry::all2all::All2All) -> Arc<Inner> {
         static NEXT: AtomicU64 = AtomicU64::new(1);
         let handle = NEXT.fetch_add(1, Ordering::Relaxed);
-        let inner = Arc::new(Inner { comm, live: Live::default(), handle });
+        let inner = Arc::new(Inner { comm, live: Live::default(), handle, fork: ForkGuard::new() });
         OPEN.lock().unwrap_or_else(PoisonError::into_inner).insert(handle, Arc::downgrade(&inner));
         inner
     }

@@ -6,19 +6,18 @@ use std::sync::Arc;
 use kvferry::all2all::ExchangeArray;
 use kvferry::cuda::DeviceRegion;
 use kvferry::host::{HostRegion, Owner};
-use kvferry::layout::HeadLayout;
+use kvferry::layout::{ExchangeError, HeadLayout, MAX_TENSORS};
 use kvferry::{Dtype, MemoryKind, Region};
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::sync::PyOnceLock;
-use pyo3::types::{PyList, PyTuple, PyType};
+use pyo3::types::{PyList, PyTuple};
 
 use super::array;
 use super::torch::torch;
-use crate::arrays::{PyOwner, Raw, memory_of, raw};
+use crate::arrays::{PyOwner, Raw, memory_of, ndarray, raw};
 use crate::dlpack::{self, DEVICE_CPU, DEVICE_CUDA, DEVICE_CUDA_HOST, DlDataType};
-use crate::errors::plain;
-use crate::users::{Users, attribute, loaded};
+use crate::errors::{OrRaise, plain};
+use crate::users::Users;
 
 /// The library that an array belongs to: its results do too.
 pub(crate) enum Library<'py> {
@@ -60,7 +59,12 @@ impl<'py> Inputs<'py> {
             let each = vec![input(tensors.clone(), 0, layout, declared, home)?];
             return Ok(Inputs { each, single: true });
         }
-        let mut each = Vec::with_capacity(4);
+        // Before any of them is looked at.
+        let (value, limit) = (tensors.len()?, MAX_TENSORS);
+        if value > limit {
+            return Err(ExchangeError::TensorCount { value, limit }).or_raise(tensors.py());
+        }
+        let mut each = Vec::with_capacity(value);
         for (index, tensor) in tensors.try_iter()?.enumerate() {
             each.push(input(tensor?, index, layout, declared, home)?);
         }
@@ -145,16 +149,8 @@ fn name(index: usize) -> String {
 
 /// The dtype of a NumPy array; `None` for anything else.
 fn numpy_dtype<'py>(object: &Bound<'py, PyAny>) -> PyResult<Option<Bound<'py, PyAny>>> {
-    static ARRAY: PyOnceLock<Py<PyType>> = PyOnceLock::new();
-    let py = object.py();
-    if ARRAY.get(py).is_none() {
-        let Some(numpy) = loaded(py, "numpy")? else { return Ok(None) };
-        let Some(array) = attribute(&numpy, "ndarray")? else { return Ok(None) };
-        let array = array.cast_into::<PyType>()?.unbind();
-        ARRAY.get_or_init(py, || array);
-    }
-    match ARRAY.get(py) {
-        Some(array) if object.is_instance(array.bind(py))? => object.getattr(intern!(py, "dtype")).map(Some),
+    match ndarray(object.py())? {
+        Some(array) if object.is_instance(array)? => object.getattr(intern!(object.py(), "dtype")).map(Some),
         _ => Ok(None),
     }
 }

@@ -1,5 +1,6 @@
 //! `kvferry.All2All`: attention heads between ranks.
 
+mod arguments;
 mod array;
 mod call;
 mod errors;
@@ -7,7 +8,9 @@ mod group;
 mod held;
 mod inner;
 mod inputs;
+mod interrupt;
 mod options;
+mod output;
 mod outputs;
 mod rendezvous;
 mod torch;
@@ -17,7 +20,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kvferry::MemoryKind;
-use kvferry::all2all::{CallOptions, ExchangeDevice};
+use kvferry::all2all::{All2AllBuilder, CallOptions, ExchangeDevice};
 use kvferry::layout::{CapacityRequest, ExchangeOp, GlobalTensor, capacity_for};
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
@@ -26,15 +29,15 @@ use pyo3::types::{PyDict, PyRange, PyTuple};
 pub(crate) use array::ExchangeArray;
 pub(crate) use errors::{failure, refusal, setup};
 pub(crate) use inner::{Inner, communicator, head_ranges};
+pub(crate) use interrupt::interrupted;
 
 use crate::context::ordinal;
 use crate::errors::{OrRaise, plain};
 use crate::numbers::whole;
 use crate::streams;
 use crate::transfer::Timeout;
-use array::Axes;
+use arguments::{Arguments, Given};
 use call::Asked;
-use held::Held;
 use rendezvous::Meeting;
 
 /// Exchanges attention heads between ranks.
@@ -53,14 +56,21 @@ impl Deref for All2All {
 struct Options<'a, 'py> {
     capacity_bytes: &'a Bound<'py, PyAny>,
     device: Option<&'a Bound<'py, PyAny>>,
-    timeout: Timeout,
-    setup_timeout: Timeout,
+    timeout: Given<'py>,
+    setup_timeout: Given<'py>,
     buffers: Option<&'a Bound<'py, PyAny>>,
-    name: &'a str,
+    name: Given<'py>,
 }
 
-impl Options<'_, '_> {
-    fn connect(self, py: Python<'_>, rank: usize, world: usize, meeting: Meeting) -> PyResult<All2All> {
+impl<'py> Options<'_, 'py> {
+    /// All but the place, which the other ranks are told at if this is refused; and what a step of set-up may take.
+    fn builder(
+        &self,
+        py: Python<'py>,
+        rank: usize,
+        world: usize,
+        name: &str,
+    ) -> PyResult<(All2AllBuilder, Duration)> {
         let capacity = whole("OptionError", "capacity_bytes", self.capacity_bytes, i64::MAX as u64)?;
         let buffers =
             self.buffers.map_or(Ok(4), |given| whole("OptionError", "buffers", given, 1 << 16))? as u32;
@@ -68,16 +78,45 @@ impl Options<'_, '_> {
             Some(ordinal) => ExchangeDevice::Gpu(ordinal),
             None => ExchangeDevice::Cpu,
         };
-        let (timeout, patience) = (self.timeout.duration(), self.setup_timeout.duration());
-        let name = self.name;
+        let seconds = |name, given: &Given<'py>| match &given.0 {
+            Some(given) => Timeout::read(name, given).map(Timeout::duration),
+            None => Ok(PATIENCE),
+        };
+        let patience = seconds("setup_timeout", &self.setup_timeout)?;
+        let builder = kvferry::all2all::All2All::builder(rank, world)
+            .capacity_bytes(capacity)
+            .buffers(buffers)
+            .device(device)
+            .timeout(seconds("timeout", &self.timeout)?)
+            .setup_timeout(patience)
+            .attend(interrupt::attend())
+            .name(name);
+        builder.check().or_raise(py)?;
+        Ok((builder, patience))
+    }
+
+    /// `meeting`: makes the place, given how long a step of set-up may take.
+    fn connect(
+        self,
+        py: Python<'py>,
+        rank: usize,
+        world: usize,
+        meeting: impl FnOnce(Duration) -> PyResult<Meeting>,
+    ) -> PyResult<All2All> {
+        // Without a name there is nobody to be told.
+        let name = self.name.0.as_ref().map_or(Ok(""), |name| options::text("name", name))?;
+        // Before the place is opened, which waits for rank 0.
+        let (mut builder, patience) = match self.builder(py, rank, world, name) {
+            Ok(built) => built,
+            Err(error) => {
+                return Err(match meeting(PATIENCE) {
+                    Ok(meeting) => meeting.refused(py, rank, world, name, error),
+                    Err(_) => error,
+                });
+            }
+        };
+        let meeting = meeting(patience)?;
         let made = py.detach(|| {
-            let mut builder = kvferry::all2all::All2All::builder(rank, world)
-                .capacity_bytes(capacity)
-                .buffers(buffers)
-                .device(device)
-                .timeout(timeout)
-                .setup_timeout(patience)
-                .name(name);
             if let Some(place) = meeting.place(rank, world, patience)? {
                 builder = builder.rendezvous(place);
             }
@@ -91,37 +130,39 @@ impl Options<'_, '_> {
     }
 }
 
+/// What set-up and calls wait by default.
+const PATIENCE: Duration = Duration::from_secs(60);
+
 #[pymethods]
 impl All2All {
     #[new]
-    #[pyo3(signature = (rank, world_size, *, capacity_bytes, rendezvous=None, device=None, timeout=Timeout::SECONDS_60,
-                        setup_timeout=Timeout::SECONDS_60,
-                        buffers=None, name=""))]
+    #[pyo3(signature = (rank, world_size, *, capacity_bytes, rendezvous=None, device=None, timeout=Given(None),
+                        setup_timeout=Given(None), buffers=None, name=Given(None)))]
     #[pyo3(
         text_signature = "(rank, world_size, *, capacity_bytes, rendezvous=None, device=None, timeout=60.0, \
                              setup_timeout=60.0, buffers=None, name='')"
     )]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments of a Python constructor")]
-    fn new(
-        py: Python<'_>,
-        rank: &Bound<'_, PyAny>,
-        world_size: &Bound<'_, PyAny>,
-        capacity_bytes: &Bound<'_, PyAny>,
-        rendezvous: Option<&Bound<'_, PyAny>>,
-        device: Option<&Bound<'_, PyAny>>,
-        timeout: Timeout,
-        setup_timeout: Timeout,
-        buffers: Option<&Bound<'_, PyAny>>,
-        name: &str,
+    fn new<'py>(
+        py: Python<'py>,
+        rank: &Bound<'py, PyAny>,
+        world_size: &Bound<'py, PyAny>,
+        capacity_bytes: &Bound<'py, PyAny>,
+        rendezvous: Option<&Bound<'py, PyAny>>,
+        device: Option<&Bound<'py, PyAny>>,
+        timeout: Given<'py>,
+        setup_timeout: Given<'py>,
+        buffers: Option<&Bound<'py, PyAny>>,
+        name: Given<'py>,
     ) -> PyResult<All2All> {
         let rank = whole("OptionError", "rank", rank, u32::MAX.into())? as usize;
         let world = whole("OptionError", "world_size", world_size, u32::MAX.into())? as usize;
-        let meeting = match rendezvous {
-            Some(given) => Meeting::new(given)?,
-            None if world == 1 => Meeting::None,
+        let meeting = |patience| match rendezvous {
+            Some(given) => Meeting::new(given, patience),
+            None if world == 1 => Ok(Meeting::None),
             None => {
                 let message = format!("rendezvous must be given for {world} ranks to meet");
-                return Err(plain(py, "OptionError", message));
+                Err(plain(py, "OptionError", message))
             }
         };
         Options { capacity_bytes, device, timeout, setup_timeout, buffers, name }
@@ -130,26 +171,26 @@ impl All2All {
 
     /// The communicator of the ranks of a torch process group, which meet in its store.
     #[staticmethod]
-    #[pyo3(signature = (group=None, *, capacity_bytes, device=None, timeout=Timeout::SECONDS_60,
-                        setup_timeout=Timeout::SECONDS_60, buffers=None, name=""))]
+    #[pyo3(signature = (group=None, *, capacity_bytes, device=None, timeout=Given(None),
+                        setup_timeout=Given(None), buffers=None, name=Given(None)))]
     #[pyo3(
         text_signature = "(group=None, *, capacity_bytes, device=None, timeout=60.0, setup_timeout=60.0, \
                              buffers=None, name='')"
     )]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments of a Python method")]
-    fn from_group(
-        py: Python<'_>,
-        group: Option<&Bound<'_, PyAny>>,
-        capacity_bytes: &Bound<'_, PyAny>,
-        device: Option<&Bound<'_, PyAny>>,
-        timeout: Timeout,
-        setup_timeout: Timeout,
-        buffers: Option<&Bound<'_, PyAny>>,
-        name: &str,
+    fn from_group<'py>(
+        py: Python<'py>,
+        group: Option<&Bound<'py, PyAny>>,
+        capacity_bytes: &Bound<'py, PyAny>,
+        device: Option<&Bound<'py, PyAny>>,
+        timeout: Given<'py>,
+        setup_timeout: Given<'py>,
+        buffers: Option<&Bound<'py, PyAny>>,
+        name: Given<'py>,
     ) -> PyResult<All2All> {
         let found = group::members(py, group)?;
         let device = device.or(found.device.as_ref());
-        let meeting = Meeting::new(&found.store)?;
+        let meeting = |patience| Meeting::new(&found.store, patience);
         Options { capacity_bytes, device, timeout, setup_timeout, buffers, name }.connect(
             py,
             found.rank,
@@ -160,15 +201,17 @@ impl All2All {
 
     /// Bytes of the largest result of such a call on any rank.
     #[staticmethod]
-    #[pyo3(signature = (shape, dtype, world_size, *, operation="send_recv_heads", rank_tokens=None, query_heads=None,
+    #[pyo3(signature = (shape, dtype, world_size, *, operation=Given(None), rank_tokens=None, query_heads=None,
                         head_splits=None))]
+    #[pyo3(text_signature = "(shape, dtype, world_size, *, operation='send_recv_heads', rank_tokens=None, \
+                             query_heads=None, head_splits=None)")]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments of a Python method")]
     fn capacity_for(
         py: Python<'_>,
         shape: &Bound<'_, PyAny>,
         dtype: &Bound<'_, PyAny>,
         world_size: &Bound<'_, PyAny>,
-        operation: &str,
+        operation: Given<'_>,
         rank_tokens: Option<&Bound<'_, PyAny>>,
         query_heads: Option<&Bound<'_, PyAny>>,
         head_splits: Option<&Bound<'_, PyAny>>,
@@ -177,7 +220,7 @@ impl All2All {
         let dtypes = options::dtypes(dtype, shapes.len())?;
         let tensors: Vec<GlobalTensor> =
             shapes.iter().zip(dtypes).map(|(&(shape, _), dtype)| GlobalTensor { shape, dtype }).collect();
-        let op = operation_of(py, operation)?;
+        let op = operation.0.map_or(Ok(ExchangeOp::SendRecvHeads), |name| operation_of(py, &name))?;
         let world = whole("OptionError", "world_size", world_size, u32::MAX.into())? as usize;
         let rank_tokens = rank_tokens.map(options::rank_tokens).transpose()?;
         let splits = head_splits.map(|given| options::head_splits(given, tensors.len())).transpose()?;
@@ -191,141 +234,109 @@ impl All2All {
     }
 
     /// [B, N_r, H, D] on rank r becomes [B, N of all ranks, heads of r, D].
-    #[pyo3(signature = (tensors, *, rank_tokens=None, layout="BNHD", num_heads=None, query_heads=None, head_splits=None,
-                        out=None, stream=None, num_sms=None, engine="auto", dtype=None))]
+    #[pyo3(signature = (*args, rank_tokens=Given(None), layout=Given(None), num_heads=Given(None),
+                        query_heads=Given(None), head_splits=Given(None), out=Given(None), stream=Given(None),
+                        num_sms=Given(None), engine=Given(None), dtype=Given(None), **kwargs))]
+    #[pyo3(text_signature = "($self, tensors, *, rank_tokens=None, layout='BNHD', num_heads=None, \
+                             query_heads=None, head_splits=None, out=None, stream=None, num_sms=None, engine='auto', \
+                             dtype=None)")]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments of a Python method")]
     fn send_recv_heads<'py>(
         &self,
         py: Python<'py>,
-        tensors: &Bound<'py, PyAny>,
-        rank_tokens: Option<&Bound<'py, PyAny>>,
-        layout: &str,
-        num_heads: Option<&Bound<'py, PyAny>>,
-        query_heads: Option<&Bound<'py, PyAny>>,
-        head_splits: Option<&Bound<'py, PyAny>>,
-        out: Option<&Bound<'py, PyAny>>,
-        stream: Option<&Bound<'py, PyAny>>,
-        num_sms: Option<&Bound<'py, PyAny>>,
-        engine: &str,
-        dtype: Option<&Bound<'py, PyAny>>,
+        args: &Bound<'py, PyTuple>,
+        rank_tokens: Given<'py>,
+        layout: Given<'py>,
+        num_heads: Given<'py>,
+        query_heads: Given<'py>,
+        head_splits: Given<'py>,
+        out: Given<'py>,
+        stream: Given<'py>,
+        num_sms: Given<'py>,
+        engine: Given<'py>,
+        dtype: Given<'py>,
+        kwargs: Option<&Bound<'py, PyDict>>,
     ) -> PyResult<Bound<'py, PyAny>> {
-        let asked = Asked {
-            rank_tokens,
-            layout,
-            num_heads,
-            query_heads,
-            head_splits,
-            out,
-            stream,
-            num_sms,
-            engine,
-            dtype,
-        };
-        self.call(py, ExchangeOp::SendRecvHeads, tensors, &asked)
+        let options =
+            [rank_tokens, layout, num_heads, query_heads, head_splits, out, stream, num_sms, engine, dtype];
+        let given = Arguments { positional: args, keywords: kwargs };
+        let op = ExchangeOp::SendRecvHeads;
+        self.call(py, Some(op), Asked::new(op, &given, options))
     }
 
     /// The inverse: [B, N of all ranks, heads of r, D] becomes [B, N_r, H, D].
-    #[pyo3(signature = (tensors, *, rank_tokens=None, layout="BNHD", num_heads=None, query_heads=None, head_splits=None,
-                        out=None, stream=None, num_sms=None, engine="auto", dtype=None))]
+    #[pyo3(signature = (*args, rank_tokens=Given(None), layout=Given(None), num_heads=Given(None),
+                        query_heads=Given(None), head_splits=Given(None), out=Given(None), stream=Given(None),
+                        num_sms=Given(None), engine=Given(None), dtype=Given(None), **kwargs))]
+    #[pyo3(text_signature = "($self, tensors, *, rank_tokens=None, layout='BNHD', num_heads=None, \
+                             query_heads=None, head_splits=None, out=None, stream=None, num_sms=None, engine='auto', \
+                             dtype=None)")]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments of a Python method")]
     fn gather_heads<'py>(
         &self,
         py: Python<'py>,
-        tensors: &Bound<'py, PyAny>,
-        rank_tokens: Option<&Bound<'py, PyAny>>,
-        layout: &str,
-        num_heads: Option<&Bound<'py, PyAny>>,
-        query_heads: Option<&Bound<'py, PyAny>>,
-        head_splits: Option<&Bound<'py, PyAny>>,
-        out: Option<&Bound<'py, PyAny>>,
-        stream: Option<&Bound<'py, PyAny>>,
-        num_sms: Option<&Bound<'py, PyAny>>,
-        engine: &str,
-        dtype: Option<&Bound<'py, PyAny>>,
+        args: &Bound<'py, PyTuple>,
+        rank_tokens: Given<'py>,
+        layout: Given<'py>,
+        num_heads: Given<'py>,
+        query_heads: Given<'py>,
+        head_splits: Given<'py>,
+        out: Given<'py>,
+        stream: Given<'py>,
+        num_sms: Given<'py>,
+        engine: Given<'py>,
+        dtype: Given<'py>,
+        kwargs: Option<&Bound<'py, PyDict>>,
     ) -> PyResult<Bound<'py, PyAny>> {
-        let asked = Asked {
-            rank_tokens,
-            layout,
-            num_heads,
-            query_heads,
-            head_splits,
-            out,
-            stream,
-            num_sms,
-            engine,
-            dtype,
-        };
-        self.call(py, ExchangeOp::GatherHeads, tensors, &asked)
+        let options =
+            [rank_tokens, layout, num_heads, query_heads, head_splits, out, stream, num_sms, engine, dtype];
+        let given = Arguments { positional: args, keywords: kwargs };
+        let op = ExchangeOp::GatherHeads;
+        self.call(py, Some(op), Asked::new(op, &given, options))
     }
 
     /// Every rank gets the whole along `axis`.
-    #[pyo3(signature = (tensors, axis="tokens", *, rank_tokens=None, layout="BNHD", num_heads=None, query_heads=None,
-                        head_splits=None, out=None, stream=None, num_sms=None, engine="auto", dtype=None))]
+    #[pyo3(signature = (*args, rank_tokens=Given(None), layout=Given(None), num_heads=Given(None),
+                        query_heads=Given(None), head_splits=Given(None), out=Given(None), stream=Given(None),
+                        num_sms=Given(None), engine=Given(None), dtype=Given(None), **kwargs))]
+    #[pyo3(
+        text_signature = "($self, tensors, axis='tokens', *, rank_tokens=None, layout='BNHD', num_heads=None, \
+                             query_heads=None, head_splits=None, out=None, stream=None, num_sms=None, engine='auto', \
+                             dtype=None)"
+    )]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments of a Python method")]
     fn allgather<'py>(
         &self,
         py: Python<'py>,
-        tensors: &Bound<'py, PyAny>,
-        axis: &str,
-        rank_tokens: Option<&Bound<'py, PyAny>>,
-        layout: &str,
-        num_heads: Option<&Bound<'py, PyAny>>,
-        query_heads: Option<&Bound<'py, PyAny>>,
-        head_splits: Option<&Bound<'py, PyAny>>,
-        out: Option<&Bound<'py, PyAny>>,
-        stream: Option<&Bound<'py, PyAny>>,
-        num_sms: Option<&Bound<'py, PyAny>>,
-        engine: &str,
-        dtype: Option<&Bound<'py, PyAny>>,
+        args: &Bound<'py, PyTuple>,
+        rank_tokens: Given<'py>,
+        layout: Given<'py>,
+        num_heads: Given<'py>,
+        query_heads: Given<'py>,
+        head_splits: Given<'py>,
+        out: Given<'py>,
+        stream: Given<'py>,
+        num_sms: Given<'py>,
+        engine: Given<'py>,
+        dtype: Given<'py>,
+        kwargs: Option<&Bound<'py, PyDict>>,
     ) -> PyResult<Bound<'py, PyAny>> {
-        let op = match options::axis(py, axis) {
-            Ok(op) => op,
-            Err(error) => return Err(self.refused(py, ExchangeOp::AllGatherTokens, None, error)),
-        };
-        let asked = Asked {
-            rank_tokens,
-            layout,
-            num_heads,
-            query_heads,
-            head_splits,
-            out,
-            stream,
-            num_sms,
-            engine,
-            dtype,
-        };
-        self.call(py, op, tensors, &asked)
+        let options =
+            [rank_tokens, layout, num_heads, query_heads, head_splits, out, stream, num_sms, engine, dtype];
+        let given = Arguments { positional: args, keywords: kwargs };
+        self.call(py, None, Asked::allgather(&given, options))
     }
 
     /// A place for results, known to all ranks, which all make it together.
-    #[pyo3(signature = (shape, dtype, *, layout="BNHD"))]
+    #[pyo3(signature = (*args, **kwargs))]
+    #[pyo3(text_signature = "($self, shape, dtype, *, layout='BNHD')")]
     fn empty_output<'py>(
         &self,
         py: Python<'py>,
-        shape: &Bound<'py, PyAny>,
-        dtype: &Bound<'py, PyAny>,
-        layout: &str,
+        args: &Bound<'py, PyTuple>,
+        kwargs: Option<&Bound<'py, PyDict>>,
     ) -> PyResult<Bound<'py, PyAny>> {
-        let layout = options::layout(py, layout)?;
-        let (shapes, single) = options::shapes(shape, layout)?;
-        let dtypes = options::dtypes(dtype, shapes.len())?;
-        let parts: Vec<_> = shapes.iter().zip(dtypes).map(|(&(shape, _), dtype)| (shape, dtype)).collect();
-        let output = py.detach(|| self.comm.empty_output(&parts, layout)).or_raise(py)?;
-        let results = output.results().or_raise(py)?;
-        let mut arrays = Vec::with_capacity(results.len());
-        for (index, (result, (_, flat))) in results.into_iter().zip(shapes).enumerate() {
-            let held = Held::new(result);
-            self.live.add(&held);
-            let axes = Axes { layout, flat };
-            arrays.push(Bound::new(py, ExchangeArray::new(held, axes, Some((output.clone(), index))))?);
-        }
-        match arrays.pop() {
-            Some(array) if single => Ok(array.into_any()),
-            last => {
-                arrays.extend(last);
-                Ok(PyTuple::new(py, arrays)?.into_any())
-            }
-        }
+        self.output(py, &Arguments { positional: args, keywords: kwargs })
     }
 
     /// Says that work on `stream` reads `result`, which must not be overwritten before that work is done.
@@ -335,6 +346,7 @@ impl All2All {
         result: &Bound<'_, PyAny>,
         stream: &Bound<'_, PyAny>,
     ) -> PyResult<()> {
+        self.fork.check().or_raise(py)?;
         let stream = streams::stream("stream", stream)?;
         match self.live.find(py, result)? {
             Some(held) => held.result().record_stream(stream),
@@ -366,9 +378,10 @@ impl All2All {
     }
 
     /// Breaks the communicator on every rank, also under a running call.
-    #[pyo3(signature = (reason=""))]
-    fn abort(&self, py: Python<'_>, reason: &str) -> PyResult<()> {
-        let reason = if reason.is_empty() { "abort() was called" } else { reason };
+    #[pyo3(signature = (reason=Given(None)), text_signature = "($self, reason='')")]
+    fn abort<'py>(&self, py: Python<'py>, reason: Given<'py>) -> PyResult<()> {
+        let given = reason.0.as_ref().map_or(Ok(""), |reason| options::text("reason", reason))?;
+        let reason = if given.is_empty() { "abort() was called" } else { given };
         py.detach(|| self.comm.abort(reason)).or_raise(py)
     }
 
@@ -383,13 +396,14 @@ impl All2All {
     }
 
     /// Bound of every wait inside a call from now on, also of one that runs.
-    fn set_timeout(&self, py: Python<'_>, timeout: Timeout) -> PyResult<()> {
-        let timeout = timeout.duration();
+    fn set_timeout(&self, py: Python<'_>, timeout: &Bound<'_, PyAny>) -> PyResult<()> {
+        let timeout = Timeout::read("timeout", timeout)?.duration();
         py.detach(|| self.comm.set_timeout(timeout)).or_raise(py)
     }
 
-    /// Counts so far.
+    /// Counts so far; after close() those until then.
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        self.fork.check().or_raise(py)?;
         let stats = self.comm.stats();
         let dict = PyDict::new(py);
         dict.set_item("calls", stats.calls)?;
@@ -428,8 +442,13 @@ impl All2All {
     }
 
     /// Publishes that this rank's next call will not be: for layers above whose own checks failed.
-    fn _refuse(&self, py: Python<'_>, operation: &str, reason: &str) -> PyResult<()> {
-        let op = operation_of(py, operation)?;
+    fn _refuse(
+        &self,
+        py: Python<'_>,
+        operation: &Bound<'_, PyAny>,
+        reason: &Bound<'_, PyAny>,
+    ) -> PyResult<()> {
+        let (op, reason) = (operation_of(py, operation)?, options::text("reason", reason)?);
         let options = CallOptions { stream: self.refusal_stream(None), ..CallOptions::default() };
         py.detach(|| self.comm.refuse(op, reason, &options)).or_raise(py)
     }
@@ -470,7 +489,8 @@ impl All2All {
     }
 }
 
-fn operation_of(py: Python<'_>, name: &str) -> PyResult<ExchangeOp> {
+fn operation_of(py: Python<'_>, name: &Bound<'_, PyAny>) -> PyResult<ExchangeOp> {
+    let name = options::text("operation", name)?;
     ExchangeOp::ALL.into_iter().find(|op| op.name() == name).ok_or_else(|| {
         let names = ExchangeOp::ALL.map(ExchangeOp::name).join(", ");
         plain(py, "OptionError", format!("operation must be one of {names}, got {name:?}"))
@@ -488,9 +508,4 @@ impl All2All {
     fn home(&self) -> MemoryKind {
         self.ordinal().map_or(MemoryKind::System, MemoryKind::Device)
     }
-}
-
-impl Timeout {
-    /// What set-up and calls wait by default.
-    pub(crate) const SECONDS_60: Timeout = Timeout::of(Duration::from_secs(60));
 }

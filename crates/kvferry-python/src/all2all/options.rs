@@ -3,28 +3,44 @@
 use std::ops::Range;
 
 use kvferry::all2all::{ExchangeEngine, Output};
-use kvferry::layout::{ExchangeOp, HeadLayout};
+use kvferry::layout::{ExchangeError, ExchangeOp, HeadLayout, MAX_TENSORS};
 use pyo3::exceptions::{PyOverflowError, PyTypeError};
 use pyo3::prelude::*;
 use pyo3::types::{PyInt, PyList, PyRange, PySequence, PyString, PyTuple};
 
 use super::array::ExchangeArray;
 use crate::context::span;
-use crate::errors::{OrRaise, plain};
-use crate::numbers::whole;
+use crate::errors::{OrRaise, plain, shown};
+use crate::numbers::{integer, whole};
 use crate::words::words;
 
 /// Counts are 63 bits wide.
 const MOST: u64 = i64::MAX as u64;
 
+/// The text in the argument `name`.
+pub(crate) fn text<'a>(name: &str, value: &'a Bound<'_, PyAny>) -> PyResult<&'a str> {
+    let Ok(text) = value.cast::<PyString>() else {
+        let kind = value.get_type().name()?;
+        return Err(PyTypeError::new_err(format!("{name} must be a string, got {kind}")));
+    };
+    match text.to_str() {
+        Ok(text) => Ok(text),
+        Err(_) => {
+            let message = format!("{name} must be text that UTF-8 can hold, got {}", shown(value));
+            Err(plain(value.py(), "OptionError", message))
+        }
+    }
+}
+
 /// Order of the axes.
-pub(crate) fn layout(py: Python<'_>, name: &str) -> PyResult<HeadLayout> {
-    name.parse().map_err(|error: kvferry::layout::ExchangeError| plain(py, "OptionError", error.to_string()))
+pub(crate) fn layout(py: Python<'_>, given: Option<&Bound<'_, PyAny>>) -> PyResult<HeadLayout> {
+    let Some(given) = given else { return Ok(HeadLayout::Bnhd) };
+    text("layout", given)?.parse::<HeadLayout>().or_raise(py)
 }
 
 /// The operation that gathers along an axis.
-pub(crate) fn axis(py: Python<'_>, name: &str) -> PyResult<ExchangeOp> {
-    match name {
+pub(crate) fn axis(py: Python<'_>, given: &Bound<'_, PyAny>) -> PyResult<ExchangeOp> {
+    match text("axis", given)? {
         "tokens" => Ok(ExchangeOp::AllGatherTokens),
         "heads" => Ok(ExchangeOp::AllGatherHeads),
         other => {
@@ -33,8 +49,9 @@ pub(crate) fn axis(py: Python<'_>, name: &str) -> PyResult<ExchangeOp> {
     }
 }
 
-pub(crate) fn engine(py: Python<'_>, name: &str) -> PyResult<ExchangeEngine> {
-    match name {
+pub(crate) fn engine(py: Python<'_>, given: Option<&Bound<'_, PyAny>>) -> PyResult<ExchangeEngine> {
+    let Some(given) = given else { return Ok(ExchangeEngine::Auto) };
+    match text("engine", given)? {
         "auto" => Ok(ExchangeEngine::Auto),
         "push" => Ok(ExchangeEngine::Push),
         "copy" => Ok(ExchangeEngine::Copy),
@@ -103,10 +120,11 @@ pub(crate) fn rank_tokens(value: &Bound<'_, PyAny>) -> PyResult<Vec<Vec<u64>>> {
 
 /// `num_heads`: a number for every tensor, or one per tensor.
 pub(crate) fn num_heads(value: &Bound<'_, PyAny>, tensors: usize) -> PyResult<Vec<u64>> {
-    if value.is_instance_of::<PyInt>() {
-        return Ok(vec![whole("OptionError", "num_heads", value, MOST)?; tensors]);
+    // A plain number first: whether something is a sequence takes a microsecond.
+    if !value.is_instance_of::<PyInt>() && (is_list(value) || value.len().is_ok()) {
+        return numbers(value, "num_heads");
     }
-    numbers(value, "num_heads")
+    Ok(vec![whole("OptionError", "num_heads", value, MOST)?; tensors])
 }
 
 pub(crate) fn query_heads(value: &Bound<'_, PyAny>) -> PyResult<u64> {
@@ -121,12 +139,13 @@ pub(crate) fn head_splits(value: &Bound<'_, PyAny>, tensors: usize) -> PyResult<
                        tensor";
         PyTypeError::new_err(message)
     };
-    let of_rank =
-        |item: &Bound<'_, PyAny>| item.is_instance_of::<PyRange>() || item.is_instance_of::<PyInt>();
+    let of_rank = |item: &Bound<'_, PyAny>| -> PyResult<bool> {
+        Ok(item.is_instance_of::<PyRange>() || item.is_instance_of::<PyInt>() || integer(item)?.is_some())
+    };
     if !is_list(value) || length(value, "head_splits")? == 0 {
         return Err(wrong());
     }
-    if of_rank(&value.get_item(0)?) {
+    if of_rank(&value.get_item(0)?)? {
         return Ok(vec![splits(value)?; tensors]);
     }
     value
@@ -212,7 +231,10 @@ pub(crate) fn shapes(value: &Bound<'_, PyAny>, layout: HeadLayout) -> PyResult<(
     if !several {
         return Ok((vec![shape(value, layout)?], true));
     }
-    length(value, "shape")?;
+    let (count, limit) = (value.len()?, MAX_TENSORS);
+    if count > limit {
+        return Err(ExchangeError::TensorCount { value: count, limit }).or_raise(value.py());
+    }
     let found = value.try_iter()?.map(|each| shape(&each?, layout)).collect::<PyResult<_>>()?;
     Ok((found, false))
 }
@@ -222,11 +244,10 @@ pub(crate) fn dtypes(value: &Bound<'_, PyAny>, count: usize) -> PyResult<Vec<kvf
     if !(value.is_instance_of::<PyTuple>() || value.is_instance_of::<PyList>()) {
         return Ok(vec![crate::config::dtype(value)?; count]);
     }
-    let found: Vec<_> =
-        value.try_iter()?.map(|each| crate::config::dtype(&each?)).collect::<PyResult<_>>()?;
-    if found.len() != count {
-        let message = format!("dtype has {} entries for {count} shapes", found.len());
+    let entries = value.len()?;
+    if entries != count {
+        let message = format!("dtype has {entries} entries for {count} shapes");
         return Err(plain(value.py(), "OptionError", message));
     }
-    Ok(found)
+    value.try_iter()?.map(|each| crate::config::dtype(&each?)).collect()
 }

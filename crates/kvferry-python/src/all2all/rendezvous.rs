@@ -4,15 +4,26 @@ use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use kvferry::all2all::{Rendezvous, SetupError, rendezvous};
-
+use kvferry::all2all::{Rendezvous, SetupError, refuse_to_join, rendezvous_attended};
+use kvferry::layout::MAX_RANKS;
 use pyo3::exceptions::{PyKeyError, PyTypeError};
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyList, PyString};
 
+use super::interrupt::attend;
+use super::options::text;
+use crate::errors::{plain, shown};
+
 /// How often a store that does not wait is asked again.
 const PAUSE: Duration = Duration::from_millis(2);
+/// How long a store may take to show what has just been set.
+const SHOWN: Duration = Duration::from_secs(5);
+/// Begins every value, before its length: so what no rank has set is known for that.
+const MARK: [u8; 8] = *b"kvferry1";
+
+/// How long rank 0's server is looked for, to say that this rank will not come.
+const REFUSED: Duration = Duration::from_millis(500);
 
 /// Only used while a communicator is set up or reset, on threads that come from Python.
 pub(crate) struct Store {
@@ -39,7 +50,8 @@ impl Store {
 
     pub(crate) fn put(&self, key: &str, value: &[u8]) -> PyResult<()> {
         Python::attach(|py| {
-            self.object.bind(py).call_method1(intern!(py, "set"), (key, PyBytes::new(py, value)))?;
+            let value = [&MARK, &(value.len() as u64).to_le_bytes()[..], value].concat();
+            self.object.bind(py).call_method1(intern!(py, "set"), (key, PyBytes::new(py, &value)))?;
             Ok(())
         })
     }
@@ -55,7 +67,7 @@ impl Store {
                 py.check_signals()?;
                 match self.object.bind(py).call_method1(intern!(py, "get"), (key,)) {
                     Ok(value) if value.is_none() => Ok(None),
-                    Ok(value) => bytes(&value).map(Some),
+                    Ok(value) => self.value(key, &value).map(Some),
                     Err(error) if error.is_instance_of::<PyKeyError>(py) => Ok(None),
                     Err(error) => Err(error),
                 }
@@ -72,6 +84,8 @@ impl Store {
 
     /// torch: `wait(keys, timeout)` raises when the time is over, then `get` returns at once.
     fn wait(&self, py: Python<'_>, key: &str, timeout: Duration) -> PyResult<Option<Vec<u8>>> {
+        // No time at all is no limit to some stores.
+        let timeout = timeout.max(Duration::from_millis(10));
         let store = self.object.bind(py);
         let seconds = PyDict::new(py);
         seconds.set_item("seconds", timeout.as_secs_f64().min(1e8))?;
@@ -83,15 +97,38 @@ impl Store {
             Err(_) if start.elapsed() >= timeout.mul_f64(0.9) => return Ok(None),
             Err(error) => return Err(error),
         }
-        bytes(&store.call_method1(intern!(py, "get"), (key,))?).map(Some)
+        self.value(key, &store.call_method1(intern!(py, "get"), (key,))?).map(Some)
     }
-}
 
-fn bytes(value: &Bound<'_, PyAny>) -> PyResult<Vec<u8>> {
-    if let Ok(text) = value.extract::<String>() {
-        return Ok(text.into_bytes());
+    /// What a rank has set, out of what `get` gave.
+    fn value(&self, key: &str, given: &Bound<'_, PyAny>) -> PyResult<Vec<u8>> {
+        let kind = given.get_type().name()?;
+        let bytes = match given.cast::<PyBytes>() {
+            Ok(bytes) => bytes.as_bytes().to_vec(),
+            Err(_) if given.is_instance_of::<PyString>() => {
+                return Err(self.junk(given.py(), key, "got str"));
+            }
+            Err(_) => match given.extract::<Vec<u8>>() {
+                Ok(bytes) => bytes,
+                Err(_) => return Err(self.junk(given.py(), key, &format!("got {kind}"))),
+            },
+        };
+        let found = bytes.strip_prefix(&MARK).and_then(|rest| rest.split_first_chunk());
+        match found {
+            Some((length, value)) if u64::from_le_bytes(*length) == value.len() as u64 => Ok(value.to_vec()),
+            _ => {
+                let what = format!("got {} bytes that no rank has set", bytes.len());
+                Err(self.junk(given.py(), key, &what))
+            }
+        }
     }
-    value.extract::<Vec<u8>>()
+
+    fn junk(&self, py: Python<'_>, key: &str, what: &str) -> PyErr {
+        let store = shown(self.object.bind(py));
+        let message =
+            format!("rendezvous {store}: get({key:?}) must give the bytes that a rank has set, {what}");
+        plain(py, "RendezvousError", message)
+    }
 }
 
 /// Where the ranks of a communicator meet.
@@ -103,11 +140,13 @@ pub(crate) enum Meeting {
 }
 
 impl Meeting {
-    pub(crate) fn new(given: &Bound<'_, PyAny>) -> PyResult<Meeting> {
-        if let Ok(url) = given.cast::<PyString>() {
-            return Ok(Meeting::Url(url.to_str()?.to_owned()));
+    /// `patience`: what a step of set-up may take.
+    pub(crate) fn new(given: &Bound<'_, PyAny>, patience: Duration) -> PyResult<Meeting> {
+        if given.is_instance_of::<PyString>() {
+            return Ok(Meeting::Url(text("rendezvous", given)?.to_owned()));
         }
-        Ok(Meeting::Store(Arc::new(Place { store: Store::new(given)?, raised: Mutex::new(None) })))
+        let (store, shown) = (Store::new(given)?, patience.min(SHOWN));
+        Ok(Meeting::Store(Arc::new(Place { store, shown, raised: Mutex::new(None) })))
     }
 
     pub(crate) fn place(
@@ -118,9 +157,29 @@ impl Meeting {
     ) -> kvferry::Result<Option<Arc<dyn Rendezvous>>> {
         Ok(match self {
             Meeting::None => None,
-            Meeting::Url(url) => Some(rendezvous(url, rank, world, timeout)?),
+            Meeting::Url(url) => Some(rendezvous_attended(url, rank, world, timeout, &attend())?),
             Meeting::Store(place) => Some(place.clone()),
         })
+    }
+
+    /// Lets the ranks that wait for this one know that its arguments are refused; gives the refusal back.
+    pub(crate) fn refused(
+        &self,
+        py: Python<'_>,
+        rank: usize,
+        world: usize,
+        name: &str,
+        error: PyErr,
+    ) -> PyErr {
+        let reason = error.value(py).to_string();
+        py.detach(|| {
+            // Also of a rank or world out of range, which has no place of its own.
+            let place = self.place(rank.min(MAX_RANKS - 1), MAX_RANKS, REFUSED).ok().flatten()?;
+            refuse_to_join(&*place, name, rank, world, &reason, &attend()).ok()
+        });
+        // What the place says does not matter any more.
+        self.raised();
+        error
     }
 
     /// The exception that the store raised, if it did.
@@ -135,6 +194,8 @@ impl Meeting {
 /// A Python store as the library sees it.
 pub(crate) struct Place {
     store: Store,
+    /// Within what time it must give back what has been set.
+    shown: Duration,
     raised: Mutex<Option<PyErr>>,
 }
 
@@ -154,7 +215,14 @@ impl fmt::Debug for Place {
 
 impl Rendezvous for Place {
     fn set(&self, key: &str, value: &[u8]) -> Result<(), SetupError> {
-        self.store.put(key, value).map_err(|error| self.failed(key, error))
+        let set = self.store.put(key, value).and_then(|()| {
+            // A store that loses values, or makes up others, would look like ranks that do not come.
+            match self.store.wait_for(key, self.shown)? {
+                Some(_) => Ok(()),
+                None => Err(Python::attach(|py| self.store.junk(py, key, "got nothing"))),
+            }
+        });
+        set.map_err(|error| self.failed(key, error))
     }
 
     fn get(&self, key: &str, timeout: Duration) -> Result<Vec<u8>, SetupError> {

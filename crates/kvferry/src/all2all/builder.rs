@@ -6,6 +6,7 @@ use std::time::Duration;
 use kvferry_host::ForkGuard;
 use kvferry_layout::exchange::MAX_RANKS;
 
+use super::attend::Attend;
 use super::backend::{Backend, Setup};
 use super::collective::{message, nonce, word};
 use super::comm::{All2All, Calls, Shared, check_timeout};
@@ -17,8 +18,10 @@ use super::rendezvous::Rendezvous;
 use super::setup::SetupError;
 use super::state::Monitor;
 use super::stats::Counters;
+use super::turn::Turn;
 use super::watch::Watch;
 use super::wire::Notice;
+use super::word::refuse_to_join;
 use super::{cpu, cuda};
 use crate::error::{Error, Result};
 
@@ -37,6 +40,7 @@ pub struct All2AllBuilder {
     device: ExchangeDevice,
     timeout: Duration,
     setup_timeout: Duration,
+    attend: Attend,
 }
 
 impl std::fmt::Debug for All2AllBuilder {
@@ -76,6 +80,7 @@ impl All2AllBuilder {
             device: ExchangeDevice::Cpu,
             timeout: Duration::from_secs(60),
             setup_timeout: Duration::from_secs(60),
+            attend: Attend::default(),
         }
     }
 
@@ -122,23 +127,49 @@ impl All2AllBuilder {
         self
     }
 
+    /// Who looks after every wait of the communicator, set-up, calls, `reset` and closing, and may end it: the rank then
+    /// raises [`Error::Interrupted`], and the others hear of it at once.
+    pub fn attend(mut self, attend: Attend) -> All2AllBuilder {
+        self.attend = attend;
+        self
+    }
+
+    /// What must be right for this rank to meet the others at all; [`connect`](Self::connect) begins with it.
+    ///
+    /// # Errors
+    /// A rank, world, name or set-up timeout that cannot be.
+    pub fn check(&self) -> Result<()> {
+        if !(1..=MAX_RANKS).contains(&self.world) {
+            return Err(invalid("world_size", &format!("1 to {MAX_RANKS}"), self.world));
+        }
+        if self.rank >= self.world {
+            return Err(invalid("rank", &format!("below {}", self.world), self.rank));
+        }
+        if self.setup_timeout.is_zero() {
+            return Err(invalid("setup_timeout", "longer than nothing", "0 s"));
+        }
+        // Memory that ranks share has the name in its own.
+        if self.name.contains('\0') {
+            return Err(invalid("name", "without a zero byte", &self.name));
+        }
+        Ok(())
+    }
+
     /// Meets the other ranks and shares memory with them. Every stage ends in the outcome of all: all ranks get a
     /// communicator, or all get an error.
     ///
     /// # Errors
-    /// A rank or world out of range (before anybody is met), ranks that do not come, disagree or fail, memory that
-    /// cannot be had.
+    /// What [`check`](Self::check) refuses (before anybody is met, but those who wait are told), ranks that do not come,
+    /// disagree or fail, memory that cannot be had.
     pub fn connect(self) -> Result<All2All> {
-        self.check_place()?;
+        self.check().inspect_err(|error| self.tell_that_it_stays_away(error))?;
         let nowhere = Nowhere;
         let mesh = match &self.rendezvous {
             None if self.world > 1 => {
                 return Err(invalid("rendezvous", "given for more than one rank", "none"));
             }
-            Some(rendezvous) => {
-                Mesh::join(self.rank, self.world, &**rendezvous, &self.name, self.setup_timeout)?
-            }
-            None => Mesh::join(self.rank, self.world, &nowhere, &self.name, self.setup_timeout)?,
+            Some(rendezvous) => self.join(&**rendezvous)?,
+            None => self.join(&nowhere)?,
         };
         let connected = self.connect_over(&mesh);
         if connected.is_err() {
@@ -146,6 +177,11 @@ impl All2AllBuilder {
             mesh.tell(Notice::Bye);
         }
         connected
+    }
+
+    fn join(&self, place: &dyn Rendezvous) -> std::result::Result<Arc<Mesh>, SetupError> {
+        let Self { rank, world, name, setup_timeout, attend, .. } = self;
+        Mesh::join_attended(*rank, *world, place, name, *setup_timeout, attend)
     }
 
     fn connect_over(&self, mesh: &Arc<Mesh>) -> Result<All2All> {
@@ -204,7 +240,7 @@ impl All2AllBuilder {
                 backend,
                 pool,
                 counters: Counters::default(),
-                calls: Mutex::new(calls),
+                calls: Turn::new(calls),
                 watch: Mutex::new(watch),
                 mesh: Arc::clone(mesh),
             }),
@@ -218,18 +254,13 @@ impl All2AllBuilder {
         }
     }
 
-    /// What must be right for this rank to meet the others at all.
-    fn check_place(&self) -> Result<()> {
-        if !(1..=MAX_RANKS).contains(&self.world) {
-            return Err(invalid("world size", &format!("1 to {MAX_RANKS}"), self.world));
+    /// Lets the ranks that wait for this one know.
+    fn tell_that_it_stays_away(&self, error: &Error) {
+        let Some(place) = &self.rendezvous else { return };
+        let Self { rank, world, name, attend, .. } = self;
+        if let Err(error) = refuse_to_join(&**place, name, *rank, *world, &error.to_string(), attend) {
+            tracing::debug!(%error, "could not leave word at the rendezvous");
         }
-        if self.rank >= self.world {
-            return Err(invalid("rank", &format!("below {}", self.world), self.rank));
-        }
-        if self.setup_timeout.is_zero() {
-            return Err(invalid("set-up timeout", "longer than nothing", "0 s"));
-        }
-        Ok(())
     }
 
     fn check_arguments(&self) -> Result<()> {

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use kvferry_layout::exchange::ExchangeOp;
 
-use super::backend::{Launch, Trouble};
+use super::backend::{CaptureId, Launch, Trouble};
 use super::comm::{Calls, Shared};
 use super::error::{ExchangeFailure, When};
 use super::options::{CallOptions, CopyTarget, ExchangeArray, ExchangeDevice, Landing};
@@ -17,7 +17,6 @@ use super::result::{ExchangeResult, OutputShared, ResultShape};
 use super::stats::add;
 use crate::error::{Error, Result};
 use crate::memory::Region;
-use crate::transfer::lock;
 
 /// A refusal: its class for the peers, its error for the caller.
 type Refused = (Refusal, Error);
@@ -40,13 +39,18 @@ impl Shared {
         landing: Landing<'_>,
     ) -> Result<Vec<ExchangeResult>> {
         self.fork.check()?;
-        let mut calls = lock(&self.calls);
+        let mut calls = self.turn(op.name())?;
         let _running = self.monitor.begin(op)?;
+        let capture = self.backend.capture(options.stream);
         let plan = match self.prepare(&mut calls, op, arrays, options) {
             Ok(plan) => plan,
             Err(refused) => return Err(self.refuse(op, refused, options)),
         };
-        let landed = match self.land(&calls, &plan, options, landing) {
+        let capture = match capture {
+            Ok(capture) => capture,
+            Err(error) => return Err(self.refuse(op, (Refusal::Device, error), options)),
+        };
+        let landed = match self.land(&calls, &plan, options, (landing, capture)) {
             Ok(Some(landed)) => landed,
             Ok(None) => {
                 add(&self.counters.busy, 1);
@@ -68,18 +72,30 @@ impl Shared {
             num_sms: options.num_sms,
             engine: options.engine,
         };
+        self.monitor.count(capture.is_some())?;
         match self.backend.run(&launch) {
             Ok(()) => {}
             // Nothing is wrong with the call: it may come again.
             Err(Trouble::Refused(error @ Error::Busy { .. })) => {
+                self.uncount(capture);
                 add(&self.counters.busy, 1);
                 return Err(error);
             }
-            Err(Trouble::Refused(error)) => return Err(self.refuse(op, (Refusal::Device, error), options)),
-            Err(Trouble::Fault(fault)) => return Err(self.monitor.fault(fault).into()),
+            Err(Trouble::Refused(error)) => {
+                self.uncount(capture);
+                return Err(self.refuse(op, (Refusal::Device, error), options));
+            }
+            Err(Trouble::Fault(fault)) => return Err(self.monitor.fault(fault)),
         }
         self.count(&plan, &landed);
         self.results(&plan, landed, options)
+    }
+
+    /// The call was not made: it may come again.
+    fn uncount(&self, capture: Option<CaptureId>) {
+        if capture.is_none() {
+            self.monitor.uncount();
+        }
     }
 
     /// The plan of a call whose arguments are in order.
@@ -117,7 +133,7 @@ impl Shared {
         calls: &Calls,
         plan: &Plan,
         options: &CallOptions,
-        landing: Landing<'_>,
+        (landing, capture): (Landing<'_>, Option<CaptureId>),
     ) -> std::result::Result<Option<Landed>, Refused> {
         if let Some(out) = &options.out {
             self.check_output(calls, plan, &out.shared).map_err(|error| (Refusal::Output, error))?;
@@ -129,11 +145,8 @@ impl Shared {
             Landing::PoolOrCopy(target) => (Some(target), true),
             Landing::Copy(target) => (Some(target), false),
         };
-        if pool_first {
-            let capture = self.backend.capture(options.stream).map_err(|error| (Refusal::Device, error))?;
-            if let Some(lease) = self.pool.take(capture) {
-                return Ok(Some(Landed { place: lease.place(), lease: Some(lease), into: None }));
-            }
+        if pool_first && let Some(lease) = self.pool.take(capture) {
+            return Ok(Some(Landed { place: lease.place(), lease: Some(lease), into: None }));
         }
         let Some(target) = target else { return Ok(None) };
         if pool_first {
@@ -208,7 +221,13 @@ impl Shared {
 
     /// Tells the peers that this call will not be, and breaks the communicator, as every rank will.
     pub(super) fn refuse(&self, op: ExchangeOp, (refusal, error): Refused, options: &CallOptions) -> Error {
-        // Alone there is nobody whom a refusal could strand.
+        // Alone there is nobody whom a refusal could strand. It counts as a call, before anybody can know of it.
+        let counted =
+            self.world > 1 && self.backend.capture(options.stream).is_ok_and(|capture| capture.is_none());
+        if counted {
+            // Should a step of others be in the way, they learn of one of the two.
+            let _ = self.monitor.count(false);
+        }
         if self.world > 1 && self.backend.refuse(op, refusal, options.stream) {
             let when = When { epoch: self.backend.epoch() + 1, op: Some(op) };
             let reason = format!("{refusal}: {error}");

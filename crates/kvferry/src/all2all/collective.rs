@@ -6,8 +6,10 @@ use std::time::Duration;
 use kvferry_layout::Dtype;
 use kvferry_layout::exchange::{HeadLayout, RESULT_ALIGN, TensorInput};
 
+use super::attend::Attend;
 use super::comm::{Calls, Shared};
 use super::error::{ExchangeFailure, When};
+use super::mesh::CALL;
 
 use super::result::{Output, OutputShared, ResultShape};
 use super::setup::SetupError;
@@ -19,6 +21,9 @@ use crate::transfer::lock;
 /// How long closing waits for the peers to close too. Only tidiness hangs on it: whoever closes late finds the memory it
 /// maps still there.
 const GOODBYE: Duration = Duration::from_secs(2);
+
+/// Steps that others gave up without this rank, which a reset passes over.
+const DEAD_STEPS: usize = 16;
 
 /// Reads the next eight bytes of a message.
 pub(super) fn word(bytes: &[u8], index: usize) -> Option<u64> {
@@ -44,7 +49,7 @@ pub(super) fn empty_output(
     layout: HeadLayout,
 ) -> Result<Output> {
     shared.fork.check()?;
-    let mut calls = lock(&shared.calls);
+    let mut calls = shared.turn("empty_output")?;
     shared.monitor.check()?;
     let shapes = shapes_of(results, layout);
     let bytes = match &shapes {
@@ -59,8 +64,12 @@ pub(super) fn empty_output(
         (_, Some(_)) => part::READY,
     };
     let place = lease.as_ref().map_or(0, |lease| lease.place().offset);
-    let mine = message(&[status, calls.next_output, place, bytes]);
-    let parts = shared.mesh.gather("output", &mine, shared.patience)?;
+    let counted = shared.monitor.counted();
+    let mine = message(&[status, calls.next_output, place, bytes, counted]);
+    let goes_on = || shared.monitor.check().is_ok();
+    let parts = shared.mesh.gather_while("output", &mine, shared.patience, &goes_on);
+    let parts = parts.map_err(|error| ended(shared, error))?;
+    check_counts(shared, &parts)?;
     // The highest proposal: a rank that missed an earlier attempt which others took for done proposes less.
     let id = parts.iter().filter_map(|part| word(part, 1)).max().unwrap_or(calls.next_output);
     calls.next_output = id + 1;
@@ -90,6 +99,19 @@ pub(super) fn empty_output(
     Ok(Output { shared: Arc::new(OutputShared { id, nonce, places, layout, shapes, lease }) })
 }
 
+/// Ranks that have begun another number of calls than this one are in another place of their program: on a GPU the calls
+/// that they are ahead by still wait.
+fn check_counts(shared: &Shared, parts: &[Vec<u8>]) -> Result<()> {
+    // All ranks see the same, and so fail alike.
+    let counts = parts.iter().map(|part| word(part, 4).filter(|&calls| calls != u64::MAX));
+    let mut known = counts.enumerate().filter_map(|(rank, calls)| Some((rank, calls?)));
+    let Some((_, first)) = known.next() else { return Ok(()) };
+    match known.find(|&(_, calls)| calls != first) {
+        Some((rank, _)) => Err(shared.monitor.crossed_by(rank).into()),
+        None => Ok(()),
+    }
+}
+
 /// The results of a call as [`Contract`](kvferry_layout::exchange::Contract) lays them out.
 fn shapes_of(results: &[([u64; 4], Dtype)], layout: HeadLayout) -> Result<Vec<ResultShape>> {
     let mut shapes = Vec::with_capacity(results.len());
@@ -116,12 +138,27 @@ fn shapes_of(results: &[([u64; 4], Dtype)], layout: HeadLayout) -> Result<Vec<Re
     Ok(shapes)
 }
 
+/// What ended a step of all ranks, for its caller.
+fn ended(shared: &Shared, error: SetupError) -> Error {
+    match error {
+        SetupError::Interrupted { what } => shared.monitor.interrupted(&what),
+        _ if shared.monitor.is_closed() => Error::ExchangeClosed,
+        SetupError::Withdrawn { what, .. } if what == CALL => shared.monitor.crossed_by(shared.rank).into(),
+        // Whatever made it so is worth more.
+        error @ SetupError::Abandoned { .. } => shared.monitor.check().err().unwrap_or(error.into()),
+        error => error.into(),
+    }
+}
+
 pub(super) fn reset(shared: &Shared) -> Result<()> {
     shared.fork.check()?;
     if shared.monitor.is_closed() {
         return Err(Error::ExchangeClosed);
     }
-    let mut calls = lock(&shared.calls);
+    let mut calls = shared.turn("reset")?;
+    if shared.monitor.is_closed() {
+        return Err(Error::ExchangeClosed);
+    }
     if let Some(missing) = shared.monitor.missing() {
         return Err(missing.into());
     }
@@ -132,13 +169,32 @@ pub(super) fn reset(shared: &Shared) -> Result<()> {
     reset_together(shared, &mut calls)
 }
 
+/// Whether a step failed because some rank was not in a reset, rather than in one that did not come off.
+fn is_dead(error: &SetupError) -> bool {
+    match error {
+        SetupError::Withdrawn { what, .. } => what != "reset",
+        SetupError::Diverged { theirs, .. } => theirs == "output",
+        _ => false,
+    }
+}
+
 /// Between the first and the second meeting no rank is in a call, and none begins one: what peers write into this rank's
 /// control words has been written, and nothing more is. Notices of the old session came before the first meeting, on the
 /// same sockets; those of the new one come after the second.
 fn reset_together(shared: &Shared, calls: &mut Calls) -> Result<()> {
     let quiet = shared.backend.quiesce();
-    let words =
-        shared.mesh.gather("reset", &message(&[nonce()?, u64::from(quiet.is_ok())]), shared.patience)?;
+    // A rank that resets what is broken is where it should be, though others may still be in the call that finds out.
+    let broken = shared.monitor.broken_by().is_some();
+    let counted = if broken { u64::MAX } else { shared.monitor.counted() };
+    let mine = message(&[nonce()?, u64::from(quiet.is_ok()), counted]);
+    let mut tries = 0..DEAD_STEPS;
+    let words = loop {
+        match shared.mesh.gather_while("reset", &mine, shared.patience, &|| true) {
+            // A step of ranks that did not know yet that all is broken: they hear of it, and come to the next one.
+            Err(error) if broken && is_dead(&error) && tries.next().is_some() => {}
+            met => break met.map_err(|error| ended(shared, error))?,
+        }
+    };
     quiet?;
     // From here on a failure leaves ranks in different sessions.
     calls.beyond_repair = true;
@@ -154,7 +210,7 @@ fn reset_together(shared: &Shared, calls: &mut Calls) -> Result<()> {
         }
         .into()),
     };
-    let together = shared.mesh.agree("reset", cleared);
+    let together = shared.mesh.agree("reset agreed", cleared);
     if let Err(error) = together {
         let when = When { epoch: 0, op: None };
         let reason = format!("reset failed: {error}");
@@ -169,8 +225,10 @@ fn reset_together(shared: &Shared, calls: &mut Calls) -> Result<()> {
 
 pub(super) fn close(shared: &Shared) -> Result<()> {
     shared.fork.check()?;
-    let _calls = lock(&shared.calls);
-    if shared.monitor.is_closed() {
+    // A call of another thread ends; that of this one has.
+    let now = shared.calls.is_taken() && shared.monitor.close_now();
+    let Some(_calls) = shared.calls.take(&Attend::default()) else { return Ok(()) };
+    if !now && shared.monitor.is_closed() {
         return Ok(());
     }
     // Still open: the death of a peer ends what waits for it. Then what the last calls found is found here, too.
@@ -179,15 +237,17 @@ pub(super) fn close(shared: &Shared) -> Result<()> {
     shared.monitor.close();
     shared.mesh.tell(Notice::Bye);
     let failure = shared.monitor.broken_by();
-    // The ranks of a broken communicator may never close: whoever broke it is not waited for.
-    let patience = if failure.is_some() { Duration::ZERO } else { GOODBYE };
-    let all_gone = shared.monitor.wait_for_all_gone(patience);
+    // The ranks of a broken communicator may never close: nobody is waited for.
+    let patience = if now || failure.is_some() { Duration::ZERO } else { GOODBYE };
+    let waited = shared.monitor.wait_for_all_gone(patience, shared.mesh.attend());
+    let all_gone = waited == Some(true);
     if !all_gone {
         tracing::debug!(rank = shared.rank, "closed before all peers did");
     }
     shared.backend.close(all_gone);
     drop(lock(&shared.watch).take());
     match failure {
+        _ if waited.is_none() => Err(Error::Interrupted { what: "close".to_owned() }),
         Some(failure) => Err(failure.into()),
         None => quiet,
     }

@@ -18,11 +18,11 @@ use super::protocol::Refusal;
 use super::result::{ExchangeResult, Output};
 use super::state::Monitor;
 use super::stats::{Counters, ExchangeStats, get};
+use super::turn::{Turn, Turned};
 use super::watch::Watch;
 use super::wire::Notice;
 use super::{All2AllBuilder, collective};
 use crate::error::{Error, Result};
-use crate::transfer::lock;
 
 /// Which axis [`All2All::allgather`] joins.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -72,7 +72,7 @@ pub(super) struct Shared {
     pub(super) backend: Arc<dyn Backend>,
     pub(super) pool: Arc<Pool>,
     pub(super) counters: Counters,
-    pub(super) calls: Mutex<Calls>,
+    pub(super) calls: Turn<Calls>,
     /// Ended by closing.
     pub(super) watch: Mutex<Option<Watch>>,
     pub(super) mesh: Arc<Mesh>,
@@ -158,7 +158,7 @@ impl All2All {
     /// A fork, or a closed communicator.
     pub fn refuse(&self, op: ExchangeOp, reason: &str, options: &CallOptions) -> Result<()> {
         self.shared.fork.check()?;
-        let _calls = lock(&self.shared.calls);
+        let _calls = self.shared.turn(op.name())?;
         match self.shared.monitor.check() {
             Ok(()) => {
                 let why = Error::Unsupported { what: op.to_string(), why: reason.to_owned() };
@@ -222,9 +222,12 @@ impl All2All {
         collective::reset(&self.shared)
     }
 
-    /// Closes in good order: waits for a call that runs in another thread ([`abort`](Self::abort) ends it), then briefly
-    /// for the peers to close too, then lets go of their memory. Results stay valid as long as they are held. A second
-    /// call does nothing.
+    /// Closes in good order: waits briefly for the peers to close too, then lets go of their memory. Results stay valid as
+    /// long as they are held. A second call does nothing.
+    ///
+    /// A call, `reset` or `empty_output` that another thread of this rank is in ends at once, with
+    /// [`Error::ExchangeClosed`] unless it failed before; the peers then raise [`ExchangeFailure::PeerClosed`], as they do
+    /// when they call on.
     ///
     /// # Errors
     /// What had broken the communicator, once everything is released.
@@ -235,9 +238,12 @@ impl All2All {
     /// Bound of every wait inside a call from now on, also of one that runs. Each rank's own.
     ///
     /// # Errors
-    /// A timeout of zero; a fork.
+    /// A timeout of zero; a fork, or a closed communicator.
     pub fn set_timeout(&self, timeout: Duration) -> Result<()> {
         self.shared.fork.check()?;
+        if self.shared.monitor.is_closed() {
+            return Err(Error::ExchangeClosed);
+        }
         check_timeout(timeout)?;
         self.shared.backend.set_timeout(timeout);
         Ok(())
@@ -309,6 +315,13 @@ pub(super) fn check_timeout(timeout: Duration) -> Result<()> {
         });
     }
     Ok(())
+}
+
+impl Shared {
+    /// Waits for the calls of other threads.
+    pub(super) fn turn(&self, what: &str) -> Result<Turned<'_, Calls>> {
+        self.calls.take(self.mesh.attend()).ok_or_else(|| self.monitor.interrupted(what))
+    }
 }
 
 impl Drop for Shared {

@@ -77,6 +77,14 @@ pub enum ExchangeFailure {
         /// The call.
         when: When,
     },
+    /// A rank's wait was interrupted, such as by Ctrl-C.
+    #[error("rank {rank} was interrupted ({when})")]
+    Interrupted {
+        /// The rank.
+        rank: usize,
+        /// The call.
+        when: When,
+    },
     /// A rank's device or system refused in the middle of a call.
     #[error("rank {rank} failed ({when}): {reason}")]
     Failed {
@@ -118,6 +126,8 @@ pub(crate) enum FaultKind {
     BadPlace { place: u64 },
     /// The abort word was set: the communicator knows why.
     Aborted,
+    /// Whoever looks after the waits of this rank has given up.
+    Interrupted,
     /// The peer closed and its header is missing.
     PeerLeft,
     /// The device or the system said no.

@@ -13,22 +13,25 @@ use kvferry_host::{
     Credentials, Interest, PeerAddress, PeerListener, PeerSocket, ProcessWatch, Received, poll_fds,
     random_bytes,
 };
+use kvferry_layout::exchange::MAX_RANKS;
 
+use super::attend::{Attend, Attending};
 use super::mesh::{Peer, withdraw_from_join};
 use super::rendezvous::Rendezvous;
 use super::setup::SetupError;
 use super::wire::{Hello, MAX_NAME, Message, Token, check_text, left};
+use super::word;
 
-/// Most ranks of a communicator.
-const MAX_RANKS: usize = 64;
 /// Connections that have not said who they are.
 const MAX_STRANGERS: usize = 128;
 /// How soon a leftover at the rendezvous is looked at again.
 const RETRY: Duration = Duration::from_millis(20);
 /// How long one look at the rendezvous may keep this rank from looking at its connections.
-const SLICE: Duration = Duration::from_millis(200);
-/// Given to the look for ranks that never came, after the timeout.
+const SLICE: Duration = Duration::from_millis(100);
+/// One look at the rendezvous.
 const LOOK: Duration = Duration::ZERO;
+/// How often this rank looks whether another has taken its place there, or has left word that it will not come.
+const WATCH: Duration = Duration::from_millis(200);
 
 /// What a rank publishes.
 struct Card {
@@ -60,7 +63,7 @@ impl Card {
     }
 }
 
-fn key(name: &str, rank: usize) -> String {
+pub(super) fn key(name: &str, rank: usize) -> String {
     format!("kvferry/{name}/{rank}")
 }
 
@@ -84,10 +87,11 @@ pub(super) fn connect(
     store: &dyn Rendezvous,
     name: &str,
     timeout: Duration,
+    attend: &Attend,
 ) -> Result<Vec<Option<Peer>>, SetupError> {
     let range = |what, expected: String, value| Err(SetupError::Range { what, expected, value });
     if !(1..=MAX_RANKS).contains(&world) {
-        return range("world", format!("1 to {MAX_RANKS}"), world);
+        return range("world_size", format!("1 to {MAX_RANKS}"), world);
     }
     if rank >= world {
         return range("rank", format!("below {world}"), rank);
@@ -100,7 +104,6 @@ pub(super) fn connect(
     let listener = PeerListener::bind(address).map_err(SetupError::io("listening for other ranks"))?;
     let token = random_bytes().map_err(SetupError::io("random bytes"))?;
     let card = Card { token, pid: std::process::id(), address: listener.address().clone() };
-    store.set(&key(name, rank), &card.encode())?;
     let links = (0..world).map(|_| Link::Open).collect();
     let start = Instant::now();
     let mut joining = Joining {
@@ -115,8 +118,10 @@ pub(super) fn connect(
         links,
         strangers: Vec::new(),
         last: None,
+        attending: attend.begin(),
+        watched: start,
     };
-    let result = joining.run();
+    let result = joining.publish(&card).and_then(|()| joining.run());
     let done = joining.links.into_iter().map(|link| match link {
         Link::Done(peer) => Some(peer),
         Link::Open | Link::Greeted(..) => None,
@@ -124,6 +129,11 @@ pub(super) fn connect(
     match result {
         Ok(()) => Ok(done.collect()),
         Err(error) => {
+            // Heard from another rank, perhaps; whoever left the word waits until all have read it.
+            let error = match error {
+                error @ SetupError::Withdrawn { .. } => word::heed(store, name, rank).err().unwrap_or(error),
+                error => error,
+            };
             done.flatten().for_each(|peer| withdraw_from_join(rank, &peer.socket, &error));
             Err(error)
         }
@@ -143,9 +153,50 @@ struct Joining<'a> {
     strangers: Vec<PeerSocket>,
     /// The last thing that went wrong and was tried again.
     last: Option<String>,
+    attending: Attending<'a>,
+    /// When the rendezvous was last looked at for what it says of this rank.
+    watched: Instant,
 }
 
 impl Joining<'_> {
+    /// Puts this rank's card where the others look for it, unless somebody who is still joining has done so.
+    fn publish(&self, card: &Card) -> Result<(), SetupError> {
+        self.watch()?;
+        self.store.set(&key(self.name, self.rank), &card.encode())
+    }
+
+    /// Looks at what the rendezvous says of this rank, and of ranks that will not come.
+    fn watch(&self) -> Result<(), SetupError> {
+        word::heed(self.store, self.name, self.rank)?;
+        match self.store.get(&key(self.name, self.rank), LOOK) {
+            Ok(found) => self.rival(&found),
+            Err(_) => Ok(()),
+        }
+    }
+
+    /// Fails if the card that stands for this rank is that of another process or thread, which is told too. One that
+    /// nobody listens for is left by an earlier run, or its ranks have all met.
+    fn rival(&self, found: &[u8]) -> Result<(), SetupError> {
+        let Some(card) = Card::decode(found).filter(|card| card.token != self.token) else { return Ok(()) };
+        let Ok(socket) = PeerSocket::connect(&card.address, SLICE) else { return Ok(()) };
+        // The answer would say what is known.
+        if let Err(error) = socket.try_send(&self.hello(self.rank, card.token).encode(), &[]) {
+            tracing::debug!(%error, "could not tell another process that it has this one's rank");
+        }
+        Err(SetupError::Duplicate { rank: self.rank, pid: card.pid })
+    }
+
+    fn hello(&self, to: usize, token: Token) -> Message {
+        Message::Hello(Hello {
+            rank: self.rank as u32,
+            world: self.world as u32,
+            to: to as u32,
+            token,
+            pid: std::process::id(),
+            name: self.name.to_owned(),
+        })
+    }
+
     fn run(&mut self) -> Result<(), SetupError> {
         for lower in 0..self.rank {
             self.call(lower)?;
@@ -156,7 +207,7 @@ impl Joining<'_> {
                 let missing = self.waited_for().collect();
                 return Err(self.missing(missing));
             }
-            self.turn(left)?;
+            self.turn(left.min(SLICE))?;
         }
         Ok(())
     }
@@ -196,6 +247,7 @@ impl Joining<'_> {
                 Ok(()) => return Ok(()),
                 Err(why) => self.last = Some(format!("rank {lower}: {why}")),
             }
+            self.turn(Duration::ZERO)?;
             if left(self.start, self.timeout).is_zero() {
                 return Err(self.missing(vec![lower]));
             }
@@ -208,7 +260,7 @@ impl Joining<'_> {
         let Some(card) = Card::decode(card) else {
             return Ok(Err("what it published is malformed".to_owned()));
         };
-        let socket = match PeerSocket::connect(&card.address, left(self.start, self.timeout)) {
+        let socket = match PeerSocket::connect(&card.address, left(self.start, self.timeout).min(SLICE)) {
             Ok(socket) => socket,
             Err(error)
                 if matches!(error.kind(), io::ErrorKind::ConnectionRefused | io::ErrorKind::NotFound) =>
@@ -226,15 +278,7 @@ impl Joining<'_> {
         if found.uid != own {
             return Err(SetupError::WrongUser { rank: lower, uid: found.uid, own });
         }
-        let hello = Message::Hello(Hello {
-            rank: self.rank as u32,
-            world: self.world as u32,
-            to: lower as u32,
-            token: card.token,
-            pid: std::process::id(),
-            name: self.name.to_owned(),
-        });
-        match socket.try_send(&hello.encode(), &[]) {
+        match socket.try_send(&self.hello(lower, card.token).encode(), &[]) {
             Ok(()) => {
                 self.links[lower] = Link::Greeted(socket, card.pid);
                 Ok(Ok(()))
@@ -266,6 +310,13 @@ impl Joining<'_> {
                     }
                 }
             }
+        }
+        if self.attending.gives_up() {
+            return Err(SetupError::Interrupted { what: "join".to_owned() });
+        }
+        if self.watched.elapsed() >= WATCH {
+            self.watch()?;
+            self.watched = Instant::now();
         }
         let found = poll_fds(&fds, Some(timeout)).map_err(SetupError::io("waiting for other ranks"))?;
         let (knocked, rest) = (found[0].readable, &found[1..]);
@@ -341,6 +392,10 @@ impl Joining<'_> {
             refuse(&socket, false, format!("this rank's world has {own} ranks, yours {theirs}"));
             let reason = format!("its world has {theirs} ranks, this rank's {own}");
             return Err(SetupError::Disagree { rank: caller, reason });
+        }
+        if caller == self.rank {
+            refuse(&socket, false, format!("process {} is rank {caller}", std::process::id()));
+            return Err(SetupError::Duplicate { rank: caller, pid: hello.pid });
         }
         if caller <= self.rank || caller >= self.world {
             refuse(&socket, false, format!("rank {caller} does not call rank {}", self.rank));

@@ -1,18 +1,21 @@
 //! The connections of a communicator: a socket for every pair of ranks, and the collective steps over them.
 
+mod read;
+
 use std::collections::VecDeque;
 use std::io;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, TryLockError};
+use std::os::fd::{BorrowedFd, OwnedFd};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use kvferry_host::{ForkGuard, Interest, PeerSocket, ProcessWatch, Received, poll_fds};
+use kvferry_host::{ForkGuard, PeerSocket, ProcessWatch};
 
+use super::attend::Attend;
 use super::join;
 use super::rendezvous::Rendezvous;
 use super::setup::SetupError;
-use super::watch::{DeathCause, Event};
+use super::watch::Event;
 use super::wire::{self, MAX_GATHER, MAX_LABEL, Message, Notice, check_text, left};
 
 /// Messages of one peer that wait for their step. An honest peer is one step ahead; one that gives up and tries again
@@ -22,6 +25,8 @@ const MAX_WAITING: usize = 256;
 const READS_PER_TURN: usize = 64;
 /// Events kept for a watch that has not started.
 const MAX_PENDING: usize = 1024;
+/// What a rank that is in a call withdraws from a step with.
+pub(super) const CALL: &str = "a call";
 /// How soon a full socket is tried again.
 const RETRY: Duration = Duration::from_millis(2);
 
@@ -53,8 +58,19 @@ enum Life {
 /// What a peer sent for a collective step.
 #[derive(Debug)]
 enum Word {
-    Part { label: String, part: Part },
-    Withdrawn { origin: usize, culprit: Option<usize>, reason: String },
+    /// `calls`: begun before, where that was said. `heard`: the watch has told of it, and of all that came before it.
+    Part {
+        label: String,
+        part: Part,
+        calls: Option<u64>,
+        heard: bool,
+    },
+    Withdrawn {
+        step: String,
+        origin: usize,
+        culprit: Option<usize>,
+        reason: String,
+    },
 }
 
 #[derive(Debug)]
@@ -83,11 +99,18 @@ pub struct Mesh {
     state: Mutex<State>,
     /// Told whenever `state` changes, and when a watch ends.
     news: Condvar,
-    /// Number of the next collective step; held during one.
-    turn: Mutex<u64>,
+    /// Held during a collective step.
+    turn: Mutex<()>,
+    /// Number of the next one.
+    next: AtomicU64,
+    /// One past the highest step that a peer has sent a counted part for.
+    counted: AtomicU64,
     /// Held by whoever reads the sockets: the watch, or without one the thread in a collective step.
     reading: Mutex<()>,
     pub(super) watched: AtomicBool,
+    /// This rank has closed under a step.
+    over: AtomicBool,
+    attend: Attend,
     fork: ForkGuard,
 }
 
@@ -112,9 +135,24 @@ impl Mesh {
         name: &str,
         timeout: Duration,
     ) -> Result<Arc<Mesh>, SetupError> {
+        Mesh::join_attended(rank, world, store, name, timeout, &Attend::default())
+    }
+
+    /// As [`join`](Self::join), with somebody who looks after this and every later wait of the mesh.
+    ///
+    /// # Errors
+    /// As [`join`](Self::join), and [`SetupError::Interrupted`].
+    pub fn join_attended(
+        rank: usize,
+        world: usize,
+        store: &dyn Rendezvous,
+        name: &str,
+        timeout: Duration,
+        attend: &Attend,
+    ) -> Result<Arc<Mesh>, SetupError> {
         let start = Instant::now();
-        let peers = join::connect(rank, world, store, name, timeout)?;
-        let mut mesh = Mesh::new(rank, name, timeout, peers);
+        let peers = join::connect(rank, world, store, name, timeout, attend)?;
+        let mut mesh = Mesh::new(rank, name, timeout, peers, attend.clone());
         let own = kvferry_host::random_bytes::<8>().map_err(SetupError::io("random bytes"))?;
         // To get here is to agree; a rank that failed withdraws from this step.
         let parts = mesh.gather("join", &own, left(start, timeout))?;
@@ -126,7 +164,7 @@ impl Mesh {
         Ok(Arc::new(mesh))
     }
 
-    fn new(rank: usize, name: &str, timeout: Duration, peers: Vec<Option<Peer>>) -> Mesh {
+    fn new(rank: usize, name: &str, timeout: Duration, peers: Vec<Option<Peer>>, attend: Attend) -> Mesh {
         let state = peers
             .iter()
             .map(|_| PeerState { life: Life::Here, waiting: VecDeque::new() })
@@ -139,9 +177,13 @@ impl Mesh {
             peers,
             state: Mutex::new(State { peers: state, pending: Vec::new() }),
             news: Condvar::new(),
-            turn: Mutex::new(0),
+            turn: Mutex::default(),
+            next: AtomicU64::new(0),
+            counted: AtomicU64::new(0),
             reading: Mutex::new(()),
             watched: AtomicBool::new(false),
+            over: AtomicBool::new(false),
+            attend,
             fork: ForkGuard::new(),
         }
     }
@@ -164,6 +206,16 @@ impl Mesh {
     /// A random number that all ranks of this mesh share and no other mesh has.
     pub fn nonce(&self) -> u64 {
         self.nonce
+    }
+
+    /// Who looks after the waits of this rank.
+    pub(super) fn attend(&self) -> &Attend {
+        &self.attend
+    }
+
+    /// Ends the collective step that another thread of this rank is in, and every later one.
+    pub(super) fn give_up(&self) {
+        self.over.store(true, Ordering::Release);
     }
 
     /// Process id of a rank, as this process sees it; 0 if it cannot.
@@ -201,6 +253,22 @@ impl Mesh {
         Ok(self.swap(what, mine, None, timeout)?.into_iter().map(|part| part.bytes).collect())
     }
 
+    /// As [`gather`](Self::gather), of a step between calls: the last eight bytes of `mine` say how many of them this rank
+    /// has begun. For as long as `goes_on` says so; it is asked ten times a second.
+    ///
+    /// # Errors
+    /// As [`gather`](Self::gather), and [`Abandoned`](SetupError::Abandoned).
+    pub(super) fn gather_while(
+        &self,
+        what: &str,
+        mine: &[u8],
+        timeout: Duration,
+        goes_on: &dyn Fn() -> bool,
+    ) -> Result<Vec<Vec<u8>>, SetupError> {
+        let parts = self.swap_while(what, mine, None, timeout, Some(goes_on))?;
+        Ok(parts.into_iter().map(|part| part.bytes).collect())
+    }
+
     /// As [`gather`](Self::gather), with a descriptor: every other rank gets a copy of it.
     ///
     /// # Errors
@@ -212,18 +280,28 @@ impl Mesh {
         fd: Option<BorrowedFd<'_>>,
         timeout: Duration,
     ) -> Result<Vec<Part>, SetupError> {
+        self.swap_while(what, mine, fd, timeout, None)
+    }
+
+    fn swap_while(
+        &self,
+        what: &str,
+        mine: &[u8],
+        fd: Option<BorrowedFd<'_>>,
+        timeout: Duration,
+        counted: Option<&dyn Fn() -> bool>,
+    ) -> Result<Vec<Part>, SetupError> {
         self.fork.check()?;
         check_text("the name of a collective step", what, MAX_LABEL)?;
-        let mut turn = lock(&self.turn);
-        let sequence = *turn;
-        *turn += 1;
+        let _turn = lock(&self.turn);
+        let sequence = self.next.fetch_add(1, Ordering::SeqCst);
         let result = if mine.len() > MAX_GATHER {
             Err(SetupError::TooLarge { what: what.to_owned(), value: mine.len(), limit: MAX_GATHER })
         } else {
-            self.step(sequence, what, mine, fd, timeout)
+            self.step(sequence, what, mine, fd, timeout, counted)
         };
         if let Err(error) = &result {
-            self.send_to_all(&withdrawal(self.rank, sequence, error));
+            self.send_to_all(&withdrawal(self.rank, sequence, what, error));
         }
         result
     }
@@ -244,6 +322,44 @@ impl Mesh {
         Ok(parts.into_iter().map(|part| part.fd).collect())
     }
 
+    /// A rank, and the step it is in, which this rank has not begun though it has begun more calls than the other: that
+    /// rank waits for this one in the step, and this one for it in a call.
+    pub(super) fn crossed_by(&self, calls: u64) -> Option<(usize, u64)> {
+        let next = self.next.load(Ordering::SeqCst);
+        if self.counted.load(Ordering::SeqCst) <= next {
+            return None;
+        }
+        let state = lock(&self.state);
+        state.peers.iter().enumerate().find_map(|(rank, peer)| {
+            let crossed = |(sequence, word): &&(u64, Word)| {
+                let behind = |word: &Word| matches!(word, Word::Part { calls: Some(theirs), heard: true, .. } if *theirs < calls);
+                *sequence >= next && behind(word)
+            };
+            peer.waiting.iter().find(crossed).map(|(sequence, _)| (rank, *sequence))
+        })
+    }
+
+    /// Passes over a step, unless this rank has come to it meanwhile, and tells those that are in it.
+    pub(super) fn turn_down(&self, sequence: u64) {
+        let passed = |next: u64| (next <= sequence).then_some(sequence.saturating_add(1));
+        if self.next.fetch_update(Ordering::SeqCst, Ordering::SeqCst, passed).is_err() {
+            return;
+        }
+        let reason = "it is in a call".to_owned();
+        let (step, origin) = (CALL.to_owned(), self.rank as u32);
+        self.send_to_all(&Message::Withdraw { sequence, step, origin, culprit: None, reason });
+    }
+
+    /// The watch has told of a peer's part in a step.
+    pub(super) fn heard(&self, rank: usize, sequence: u64) {
+        let mut state = lock(&self.state);
+        for (number, word) in state.peers.get_mut(rank).into_iter().flat_map(|peer| &mut peer.waiting) {
+            if let (Word::Part { heard, .. }, true) = (word, *number == sequence) {
+                *heard = true;
+            }
+        }
+    }
+
     /// All ranks pass a step, or all raise: the ranks that failed their own error, the others what the lowest of those
     /// said. The timeout is the one of [`join`](Self::join).
     ///
@@ -252,6 +368,14 @@ impl Mesh {
     pub fn agree(&self, what: &str, outcome: crate::Result<()>) -> crate::Result<()> {
         let mine = match &outcome {
             Ok(()) => vec![0],
+            // Whoever is to stop waits for nobody.
+            Err(crate::Error::Interrupted { what: wait }) => {
+                let _turn = lock(&self.turn);
+                let sequence = self.next.fetch_add(1, Ordering::SeqCst);
+                let error = SetupError::Interrupted { what: wait.clone() };
+                self.send_to_all(&withdrawal(self.rank, sequence, what, &error));
+                return outcome;
+            }
             Err(error) => [&[1], cut(&error.to_string()).as_bytes()].concat(),
         };
         let parts = self.gather(what, &mine, self.timeout);
@@ -310,9 +434,11 @@ impl Mesh {
         mine: &[u8],
         fd: Option<BorrowedFd<'_>>,
         timeout: Duration,
+        counted: Option<&dyn Fn() -> bool>,
     ) -> Result<Vec<Part>, SetupError> {
         let start = Instant::now();
-        let frame = wire::part(sequence, what, mine);
+        let mut attending = self.attend.begin();
+        let frame = wire::part(sequence, what, mine, counted.is_some());
         let mut unsent = self.here();
         loop {
             unsent.retain(|&rank| {
@@ -321,23 +447,31 @@ impl Mesh {
                 // Any other failure is the peer's end, which reading it tells in its order.
                 matches!(sent, Err(error) if error.kind() == io::ErrorKind::WouldBlock)
             });
+            // Asked without the lock; counts only where parts are missing.
+            let ended = counted.is_some_and(|goes_on| !goes_on()) || self.over.load(Ordering::Acquire);
             let mut state = lock(&self.state);
             let missing = self.missing(&state, sequence, what)?;
             if missing.is_empty() && unsent.is_empty() {
                 return Ok(self.take(&mut state, sequence, mine));
+            }
+            if ended {
+                return Err(SetupError::Abandoned { what: what.to_owned() });
             }
             let left = left(start, timeout);
             if left.is_zero() {
                 let missing = if missing.is_empty() { unsent } else { missing };
                 return Err(SetupError::GatherTimeout { what: what.to_owned(), missing, waited: timeout });
             }
-            let nap = if unsent.is_empty() { left } else { left.min(RETRY) };
+            let nap = attending.nap(if unsent.is_empty() { left } else { left.min(RETRY) });
             if self.watched.load(Ordering::Acquire) {
                 // Checked under the lock that the watch takes before it tells, so no news is lost.
                 drop(self.news.wait_timeout(state, nap).unwrap_or_else(PoisonError::into_inner));
             } else {
                 drop(state);
                 self.read_unwatched(nap)?;
+            }
+            if attending.gives_up() {
+                return Err(SetupError::Interrupted { what: what.to_owned() });
             }
         }
     }
@@ -357,7 +491,7 @@ impl Mesh {
                         lost.get_or_insert_with(died);
                     }
                 }
-                Some((_, Word::Withdrawn { origin, culprit, reason })) => {
+                Some((_, Word::Withdrawn { step, origin, culprit, reason })) => {
                     let other = |&rank: &usize| rank != self.rank && rank < self.world();
                     return Err(match culprit.filter(other) {
                         Some(rank) => {
@@ -365,7 +499,7 @@ impl Mesh {
                         }
                         None => SetupError::Withdrawn {
                             rank: Some(*origin).filter(other).unwrap_or(rank),
-                            what: what.to_owned(),
+                            what: step.clone(),
                             reason: reason.clone(),
                         },
                     });
@@ -400,153 +534,32 @@ impl Mesh {
         }
         parts
     }
-
-    /// Reads the sockets while nobody else does, for at most `nap`.
-    fn read_unwatched(&self, nap: Duration) -> Result<(), SetupError> {
-        let _reading = match self.reading.try_lock() {
-            Ok(reading) => reading,
-            Err(TryLockError::Poisoned(reading)) => reading.into_inner(),
-            // A watch has just begun or is about to end.
-            Err(TryLockError::WouldBlock) => {
-                std::thread::sleep(nap.min(RETRY));
-                return Ok(());
-            }
-        };
-        let events = self.read(None, Some(nap)).map_err(SetupError::io("waiting for other ranks"))?;
-        let mut state = lock(&self.state);
-        let room = MAX_PENDING.saturating_sub(state.pending.len());
-        state.pending.extend(events.into_iter().take(room));
-        Ok(())
-    }
-
-    /// For the watch: events from before it began, else reads until `wake` rings or something happened.
-    pub(super) fn read_watched(&self, wake: BorrowedFd<'_>) -> io::Result<Vec<Event>> {
-        let _reading = lock(&self.reading);
-        let pending = std::mem::take(&mut lock(&self.state).pending);
-        if pending.is_empty() { self.read(Some(wake), None) } else { Ok(pending) }
-    }
-
-    /// For the watch: from now on collective steps read for themselves.
-    pub(super) fn unwatched(&self) {
-        // Under the lock, so that a step about to wait sees it.
-        let _state = lock(&self.state);
-        self.watched.store(false, Ordering::Release);
-        self.news.notify_all();
-    }
-
-    /// Waits for any peer (or `wake`), then files every message that is there.
-    fn read(&self, wake: Option<BorrowedFd<'_>>, timeout: Option<Duration>) -> io::Result<Vec<Event>> {
-        let here = self.here();
-        let mut fds = Vec::with_capacity(2 * here.len() + 1);
-        // (rank, whether this is the descriptor of its process)
-        let mut whose = Vec::with_capacity(fds.capacity());
-        for rank in here {
-            let Some(peer) = &self.peers[rank] else { continue };
-            fds.push((peer.socket.as_fd(), Interest::Read));
-            whose.push((rank, false));
-            if let Some(watch) = &peer.watch {
-                fds.push((watch.as_fd(), Interest::Read));
-                whose.push((rank, true));
-            }
-        }
-        fds.extend(wake.map(|wake| (wake, Interest::Read)));
-        let found = poll_fds(&fds, timeout)?;
-        let mut events = Vec::new();
-        for (&(rank, exited), _) in whose.iter().zip(&found).filter(|(_, found)| found.readable) {
-            self.read_peer(rank, exited, &mut events);
-        }
-        Ok(events)
-    }
-
-    /// Files what a peer sent. What it sent before its end is read first: a goodbye makes the end no death.
-    fn read_peer(&self, rank: usize, exited: bool, events: &mut Vec<Event>) {
-        let Some(peer) = &self.peers[rank] else { return };
-        // After its end no more can come than its socket held.
-        let reads = if exited { MAX_WAITING * READS_PER_TURN } else { READS_PER_TURN };
-        for _ in 0..reads {
-            if !self.is_here(rank) {
-                return;
-            }
-            let cause = match peer.socket.try_recv() {
-                Ok(Received::Message(bytes, fds)) => match self.file(rank, &bytes, fds) {
-                    Ok(event) => {
-                        events.extend(event);
-                        continue;
-                    }
-                    Err(why) => {
-                        tracing::warn!(rank, pid = peer.pid, %why, "a rank broke the protocol");
-                        DeathCause::Garbled
-                    }
-                },
-                Ok(Received::Nothing) if exited => DeathCause::Exited,
-                Ok(Received::Nothing) => return,
-                Ok(Received::HungUp) => DeathCause::HungUp,
-                Err(error) => {
-                    tracing::warn!(rank, pid = peer.pid, %error, "cannot read from a rank");
-                    DeathCause::Garbled
-                }
-            };
-            self.end(rank, Life::Dead);
-            events.push(Event::Death { peer: rank, pid: peer.pid, how: cause });
-            return;
-        }
-    }
-
-    fn file(&self, rank: usize, bytes: &[u8], fds: Vec<OwnedFd>) -> Result<Option<Event>, String> {
-        match Message::decode(bytes).map_err(|error| error.to_string())? {
-            Message::Part { sequence, label, payload } => {
-                let part = Part { bytes: payload, fd: fds.into_iter().next() };
-                self.hold(rank, sequence, Word::Part { label, part })
-            }
-            Message::Withdraw { sequence, origin, culprit, reason } => {
-                let (origin, culprit) = (origin as usize, culprit.map(|rank| rank as usize));
-                self.hold(rank, sequence, Word::Withdrawn { origin, culprit, reason })
-            }
-            Message::Notice(Notice::Abort { kind, peer, epoch }) => {
-                Ok(Some(Event::Abort { from: rank, kind, peer, epoch }))
-            }
-            Message::Notice(Notice::Bye) => {
-                self.end(rank, Life::Left);
-                Ok(Some(Event::Bye { peer: rank }))
-            }
-            Message::Hello(_) | Message::Welcome | Message::Refuse { .. } => {
-                Err("a greeting after the greeting".to_owned())
-            }
-        }
-    }
-
-    /// Keeps a peer's word for a step; a later word for the same step replaces an earlier one.
-    fn hold(&self, rank: usize, sequence: u64, word: Word) -> Result<Option<Event>, String> {
-        let mut state = lock(&self.state);
-        let waiting = &mut state.peers[rank].waiting;
-        waiting.retain(|(number, _)| *number != sequence);
-        if waiting.len() >= MAX_WAITING {
-            return Err(format!("{MAX_WAITING} messages wait for steps that this rank has not taken"));
-        }
-        waiting.push_back((sequence, word));
-        self.news.notify_all();
-        Ok(None)
-    }
-
-    fn end(&self, rank: usize, life: Life) {
-        lock(&self.state).peers[rank].life = life;
-        self.news.notify_all();
-    }
 }
 
-/// What a rank tells the others when it fails in a step. A failure passed on keeps its origin.
-fn withdrawal(own: usize, sequence: u64, error: &SetupError) -> Message {
+/// What a rank tells the others when it fails in a step. A failure passed on keeps its origin and its step.
+fn withdrawal(own: usize, sequence: u64, step: &str, error: &SetupError) -> Message {
     let (origin, culprit, reason) = match error {
         SetupError::PeerDied { rank, .. } => (own, Some(*rank as u32), cut(&error.to_string())),
         SetupError::Withdrawn { rank, reason, .. } => (*rank, None, cut(reason)),
         error => (own, None, cut(&error.to_string())),
     };
-    Message::Withdraw { sequence, origin: origin as u32, culprit, reason }
+    // Told from one that failed: nobody need fail for it who was not in it.
+    let dead = match error {
+        SetupError::Abandoned { .. } | SetupError::Diverged { .. } => true,
+        SetupError::Withdrawn { what, .. } => what == CALL,
+        _ => false,
+    };
+    let step = match error {
+        _ if dead => format!("an abandoned {step}"),
+        SetupError::Withdrawn { what, .. } => what.clone(),
+        _ => step.to_owned(),
+    };
+    Message::Withdraw { sequence, step, origin: origin as u32, culprit, reason }
 }
 
 /// Step 0 is the one that ends set-up: a rank that fails before tells those it is connected to.
 pub(super) fn withdraw_from_join(own: usize, socket: &PeerSocket, error: &SetupError) {
-    if let Err(error) = socket.try_send(&withdrawal(own, 0, error).encode(), &[]) {
+    if let Err(error) = socket.try_send(&withdrawal(own, 0, "join", error).encode(), &[]) {
         tracing::debug!(%error, "could not tell a rank why set-up failed");
     }
 }

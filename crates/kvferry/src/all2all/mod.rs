@@ -29,6 +29,7 @@
 //! # Ok::<(), kvferry::Error>(())
 //! ```
 
+mod attend;
 mod backend;
 mod builder;
 mod call;
@@ -48,19 +49,23 @@ mod result;
 pub(crate) mod setup;
 mod state;
 mod stats;
+mod turn;
 pub(crate) mod watch;
 pub(crate) mod wire;
+mod word;
 
+pub use attend::Attend;
 pub use backend::Transport;
 pub use builder::All2AllBuilder;
 pub use comm::{All2All, GatherAxis};
 pub use cuda::quarantined_bytes;
 pub use error::{ExchangeFailure, When};
 pub use options::{CallOptions, CopyTarget, ExchangeArray, ExchangeDevice, ExchangeEngine, Landing};
-pub use rendezvous::{MAX_KEY, MAX_VALUE, Rendezvous, rendezvous};
+pub use rendezvous::{MAX_KEY, MAX_VALUE, Rendezvous, rendezvous, rendezvous_attended};
 pub use result::{ExchangeResult, Output, ResultShape};
 pub use setup::SetupError;
 pub use stats::ExchangeStats;
+pub use word::refuse_to_join;
 
 /// What tests outside the crate drive directly; no part of the interface.
 #[doc(hidden)]

@@ -109,10 +109,12 @@ pub(crate) enum Refusal {
     Caller = 6,
     /// The device or the system said no.
     Device = 7,
+    /// It waits in a collective step, not in a call. Never in a header: told by message.
+    Elsewhere = 8,
 }
 
 impl Refusal {
-    const ALL: [Refusal; 7] = [
+    const ALL: [Refusal; 8] = [
         Refusal::Arguments,
         Refusal::Memory,
         Refusal::Capacity,
@@ -120,6 +122,7 @@ impl Refusal {
         Refusal::CopyTarget,
         Refusal::Caller,
         Refusal::Device,
+        Refusal::Elsewhere,
     ];
 
     /// As it stands in a header.
@@ -142,6 +145,7 @@ impl fmt::Display for Refusal {
             Refusal::CopyTarget => "it had no memory to copy the result to",
             Refusal::Caller => "its caller refused the call",
             Refusal::Device => "its device refused the call",
+            Refusal::Elsewhere => "it is in reset() or empty_output(), which other ranks are not",
         })
     }
 }

@@ -20,7 +20,7 @@ fn ranks(list: &[usize]) -> String {
 #[non_exhaustive]
 pub enum SetupError {
     /// An address that names no rendezvous.
-    #[error("{url:?} is no rendezvous: {why}")]
+    #[error("rendezvous {url:?}: {why}")]
     Url {
         /// As given.
         url: String,
@@ -54,7 +54,7 @@ pub enum SetupError {
         address: String,
     },
     /// Rank 0 does not serve the rendezvous.
-    #[error("rank 0 does not answer at {address} within {:.1} s ({last})", waited.as_secs_f64())]
+    #[error("rendezvous tcp://{address}: rank 0 does not answer within {:.1} s ({last})", waited.as_secs_f64())]
     Unreachable {
         /// Address asked for.
         address: String,
@@ -95,6 +95,18 @@ pub enum SetupError {
         /// How long this rank waited.
         waited: Duration,
     },
+    /// This rank's wait was interrupted: [`Attend`](super::Attend) gave up.
+    #[error("interrupted during {what:?}")]
+    Interrupted {
+        /// What was waited for.
+        what: String,
+    },
+    /// This rank's communicator was closed or broken while it waited.
+    #[error("this rank has abandoned {what:?}")]
+    Abandoned {
+        /// What was waited for.
+        what: String,
+    },
     /// The communicator is watched already.
     #[error("the communicator is watched already")]
     Watched,
@@ -117,6 +129,14 @@ pub enum SetupError {
         what: String,
         /// Its reason.
         reason: String,
+    },
+    /// Two processes, or threads, call themselves the same rank.
+    #[error("process {pid} joins as rank {rank} too: every rank is to be one process or thread")]
+    Duplicate {
+        /// The rank: this one's.
+        rank: usize,
+        /// The other's process.
+        pid: u32,
     },
     /// A rank turned this one away.
     #[error("rank {rank} refused the connection: {reason}")]
@@ -170,6 +190,16 @@ pub enum SetupError {
         /// What it said.
         reason: String,
     },
+    /// The system refused the place where ranks are to meet.
+    #[error("rendezvous {place}: {what}: {source}")]
+    Place {
+        /// Its URL.
+        place: String,
+        /// What was tried.
+        what: String,
+        /// The system's error.
+        source: io::Error,
+    },
     /// The system refused something.
     #[error("{what}: {source}")]
     Io {
@@ -187,6 +217,14 @@ impl SetupError {
     /// Wraps the system's error with what was tried.
     pub(crate) fn io(what: impl Into<String>) -> impl FnOnce(io::Error) -> SetupError {
         move |source| SetupError::Io { what: what.into(), source }
+    }
+
+    /// The same of the place where ranks are to meet.
+    pub(crate) fn place(
+        place: impl Into<String>,
+        what: impl Into<String>,
+    ) -> impl FnOnce(io::Error) -> SetupError {
+        move |source| SetupError::Place { place: place.into(), what: what.into(), source }
     }
 }
 

@@ -1,11 +1,12 @@
 //! Whether a communicator works, and what broke it.
 
-use std::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use kvferry_layout::exchange::ExchangeOp;
 
+use super::attend::Attend;
 use super::backend::Backend;
 use super::error::{ExchangeFailure, Fault, FaultKind, When};
 use super::mesh::Mesh;
@@ -38,6 +39,10 @@ pub(crate) struct Monitor {
     gone: (Mutex<()>, Condvar),
     /// Code of the operation that runs, or 0.
     running: AtomicU32,
+    /// Calls begun since the last reset, so far as peers can know of them.
+    begun: AtomicU64,
+    /// A call was captured: graphs make calls that nobody counts.
+    uncounted: AtomicBool,
     /// Number of resets.
     session: AtomicU32,
     backend: OnceLock<Arc<dyn Backend>>,
@@ -55,6 +60,8 @@ impl Monitor {
             dead: AtomicU64::new(0),
             gone: Default::default(),
             running: AtomicU32::new(0),
+            begun: AtomicU64::new(0),
+            uncounted: AtomicBool::new(false),
             session: AtomicU32::new(0),
             backend: OnceLock::new(),
             mesh: OnceLock::new(),
@@ -83,7 +90,7 @@ impl Monitor {
             _ => return Err(Error::ExchangeClosed),
         }
         match self.backend.get().and_then(|backend| backend.fault()) {
-            Some(fault) => Err(self.fault(fault).into()),
+            Some(fault) => Err(self.fault(fault)),
             None => Ok(()),
         }
     }
@@ -99,6 +106,45 @@ impl Monitor {
             return Err(self.closed_by(left.trailing_zeros() as usize).into());
         }
         Ok(running)
+    }
+
+    /// Counts a call, before anything of it is posted. Refuses it if a peer that has not made it waits for this rank in a
+    /// step of all ranks.
+    pub(crate) fn count(&self, captured: bool) -> Result<()> {
+        if captured {
+            self.uncounted.store(true, Ordering::SeqCst);
+            return Ok(());
+        }
+        // Whichever comes last sees both, this or the event of the peer's part: each notes its own first.
+        let calls = self.begun.fetch_add(1, Ordering::SeqCst) + 1;
+        match self.mesh.get().and_then(|mesh| mesh.crossed_by(calls)) {
+            Some((peer, step)) if !self.uncounted.load(Ordering::SeqCst) => {
+                Err(self.cross(self.session.load(Ordering::Acquire), peer, Some(step)).into())
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Takes back a call of which nothing was posted.
+    pub(crate) fn uncount(&self) {
+        self.begun.fetch_sub(1, Ordering::SeqCst);
+    }
+
+    /// Calls begun, as steps of all ranks tell it: the highest number where that is not known.
+    pub(crate) fn counted(&self) -> u64 {
+        if self.uncounted.load(Ordering::SeqCst) { u64::MAX } else { self.begun.load(Ordering::SeqCst) }
+    }
+
+    /// A rank is in a step of all ranks where others are in a call, or have been.
+    pub(crate) fn crossed_by(&self, peer: usize) -> ExchangeFailure {
+        self.cross(self.session.load(Ordering::Acquire), peer, None)
+    }
+
+    /// The same, found in a session; those in the step learn that this rank will not come.
+    fn cross(&self, session: u32, peer: usize, step: Option<u64>) -> ExchangeFailure {
+        let reason = Refusal::Elsewhere.to_string();
+        let failure = ExchangeFailure::Mismatch { rank: peer, reason, when: self.when() };
+        self.fail_in(session, failure, Some(Some(Refusal::Elsewhere)), step)
     }
 
     /// The failure of a communicator that is broken.
@@ -129,8 +175,23 @@ impl Monitor {
     /// Breaks the communicator, unless it is broken already, and gives what broke it. `tell`: peers cannot know it yet;
     /// with the refusal it came from, if it came from one.
     pub(crate) fn fail(&self, failure: ExchangeFailure, tell: Option<Option<Refusal>>) -> ExchangeFailure {
+        self.fail_in(self.session.load(Ordering::Acquire), failure, tell, None)
+    }
+
+    /// The same of what was found in a session; nothing breaks if that is over. `step`: one that this rank passes over.
+    fn fail_in(
+        &self,
+        session: u32,
+        failure: ExchangeFailure,
+        tell: Option<Option<Refusal>>,
+        step: Option<u64>,
+    ) -> ExchangeFailure {
         {
             let mut first = lock(&self.failure);
+            // Sessions change under this lock.
+            if self.session.load(Ordering::Acquire) != session {
+                return failure;
+            }
             if let Some(first) = &*first {
                 return first.clone();
             }
@@ -140,6 +201,10 @@ impl Monitor {
                 && let Some(mesh) = self.mesh.get()
             {
                 mesh.tell(notice_of(&failure, refusal, self.session.load(Ordering::Acquire) as u8));
+            }
+            // Before this rank can come to a later one.
+            if let (Some(step), Some(mesh)) = (step, self.mesh.get()) {
+                mesh.turn_down(step);
             }
             // A closed communicator stays closed.
             let _ = self.phase.compare_exchange(OPEN, BROKEN, Ordering::AcqRel, Ordering::Acquire);
@@ -156,7 +221,7 @@ impl Monitor {
     }
 
     /// What ended a call becomes what broke the communicator.
-    pub(crate) fn fault(&self, fault: Fault) -> ExchangeFailure {
+    pub(crate) fn fault(&self, fault: Fault) -> Error {
         let Fault { kind, peer, epoch, op } = fault;
         let when = When { epoch, op };
         let mismatch = |reason| ExchangeFailure::Mismatch { rank: peer, reason, when };
@@ -173,10 +238,41 @@ impl Monitor {
             FaultKind::Failed { reason } => {
                 (ExchangeFailure::Failed { rank: peer, reason, when }, Some(None))
             }
-            FaultKind::Aborted => return self.failure(),
-            FaultKind::PeerLeft => return self.closed_by(peer),
+            FaultKind::Interrupted => return self.interrupted(op.map_or("a call", ExchangeOp::name)),
+            // Closed under the call, and nothing else was wrong.
+            FaultKind::Aborted if self.is_closed() && self.broken_by().is_none() => {
+                return Error::ExchangeClosed;
+            }
+            FaultKind::Aborted => return self.failure().into(),
+            FaultKind::PeerLeft => return self.closed_by(peer).into(),
         };
-        self.fail(failure, tell)
+        self.fail(failure, tell).into()
+    }
+
+    /// A wait of this rank was interrupted: what it waited for will not be, so that the others need not wait for it.
+    pub(crate) fn interrupted(&self, what: &str) -> Error {
+        let failure = ExchangeFailure::Interrupted { rank: self.rank, when: self.when() };
+        self.fail(failure, Some(None));
+        Error::Interrupted { what: what.to_owned() }
+    }
+
+    /// Closes while another thread of this rank is in a call or a step of all ranks, which ends at once, as do those of
+    /// the peers. False if it was closed before.
+    pub(crate) fn close_now(&self) -> bool {
+        let failure = lock(&self.failure);
+        if !self.close() {
+            return false;
+        }
+        if let Some(mesh) = self.mesh.get() {
+            if failure.is_none() {
+                let pid = std::process::id();
+                let closed = ExchangeFailure::PeerClosed { peer: self.rank, pid, when: self.when() };
+                mesh.tell(notice_of(&closed, None, self.session.load(Ordering::Acquire) as u8));
+            }
+            mesh.give_up();
+        }
+        self.abort_backend();
+        true
     }
 
     fn closed_by(&self, peer: usize) -> ExchangeFailure {
@@ -190,8 +286,23 @@ impl Monitor {
             Event::Abort { from, kind, peer, epoch } => {
                 let word = NoticeWord::unpack(kind);
                 // What an earlier session was told may be read after the reset that ended it.
-                if word.session == self.session.load(Ordering::Acquire) as u8 && peer < self.world {
-                    self.fail(word.failure(from, peer, epoch, self.pid(peer)), None);
+                let session = self.session.load(Ordering::Acquire);
+                if word.session == session as u8 && peer < self.world {
+                    self.fail_in(session, word.failure(from, peer, epoch, self.pid(peer)), None, None);
+                }
+            }
+            Event::Step { peer, sequence } => {
+                let Some(mesh) = self.mesh.get() else { return };
+                mesh.heard(peer, sequence);
+                let session = self.session.load(Ordering::SeqCst);
+                // Read before what the mesh holds: a call that comes after the step is begun after it.
+                let calls = self.begun.load(Ordering::SeqCst);
+                let open = self.phase.load(Ordering::Acquire) == OPEN;
+                if let Some((peer, step)) = mesh.crossed_by(calls)
+                    && open
+                    && !self.uncounted.load(Ordering::SeqCst)
+                {
+                    self.cross(session, peer, Some(step));
                 }
             }
             Event::Bye { peer } => {
@@ -217,19 +328,24 @@ impl Monitor {
         self.gone.1.notify_all();
     }
 
-    /// Waits until every peer has closed or died. False after `patience`.
-    pub(crate) fn wait_for_all_gone(&self, patience: Duration) -> bool {
+    /// Waits until every peer has closed or died. False after `patience`; `None` if `attend` gives up.
+    pub(crate) fn wait_for_all_gone(&self, patience: Duration, attend: &Attend) -> Option<bool> {
         let all = (u64::MAX >> (64 - self.world)) & !(1 << self.rank);
         let start = Instant::now();
-        let mut guard = lock(&self.gone.0);
+        let mut attending = attend.begin();
         loop {
+            let guard = lock(&self.gone.0);
             if (self.left.load(Ordering::Acquire) | self.dead.load(Ordering::Acquire)) & all == all {
-                return true;
+                return Some(true);
             }
             let Some(rest) = patience.checked_sub(start.elapsed()).filter(|rest| !rest.is_zero()) else {
-                return false;
+                return Some(false);
             };
-            guard = self.gone.1.wait_timeout(guard, rest).unwrap_or_else(PoisonError::into_inner).0;
+            let nap = attending.nap(rest);
+            drop(self.gone.1.wait_timeout(guard, nap).unwrap_or_else(PoisonError::into_inner));
+            if attending.gives_up() {
+                return None;
+            }
         }
     }
 
@@ -252,6 +368,7 @@ impl Monitor {
         let mut failure = lock(&self.failure);
         clear()?;
         self.session.fetch_add(1, Ordering::AcqRel);
+        self.begun.store(0, Ordering::SeqCst);
         if self.dead.load(Ordering::Acquire) != 0 {
             // It died before `clear`, and the failure is still that, or it is found by the caller's next agreement.
             self.abort_backend();
@@ -299,6 +416,7 @@ mod kind {
     pub(super) const CLOSED: u8 = 4;
     pub(super) const ABORTED: u8 = 5;
     pub(super) const FAILED: u8 = 6;
+    pub(super) const INTERRUPTED: u8 = 7;
 }
 
 /// What fits the code of a notice: four bytes.
@@ -337,6 +455,7 @@ impl NoticeWord {
             kind::TIMEOUT => ExchangeFailure::PeerTimeout { peer, waited: Duration::ZERO, when },
             kind::DIED => ExchangeFailure::PeerDied { peer, pid, when },
             kind::CLOSED => ExchangeFailure::PeerClosed { peer, pid, when },
+            kind::INTERRUPTED => ExchangeFailure::Interrupted { rank: peer, when },
             kind::ABORTED => ExchangeFailure::Aborted { rank: peer, reason: told(), when },
             _ => ExchangeFailure::Failed { rank: peer, reason: told(), when },
         }
@@ -351,6 +470,7 @@ fn notice_of(failure: &ExchangeFailure, refusal: Option<Refusal>, session: u8) -
         ExchangeFailure::PeerClosed { peer, when, .. } => (kind::CLOSED, *peer, when),
         ExchangeFailure::Aborted { rank, when, .. } => (kind::ABORTED, *rank, when),
         ExchangeFailure::Failed { rank, when, .. } => (kind::FAILED, *rank, when),
+        ExchangeFailure::Interrupted { rank, when } => (kind::INTERRUPTED, *rank, when),
     };
     // Codes of operations and refusals are small.
     let op = when.op.map_or(0, ExchangeOp::code) as u8;
@@ -370,6 +490,7 @@ mod tests {
             ExchangeFailure::PeerDied { peer: 2, pid: 77, when },
             ExchangeFailure::PeerClosed { peer: 2, pid: 77, when },
             ExchangeFailure::Aborted { rank: 2, reason: "as rank 1 tells".to_owned(), when },
+            ExchangeFailure::Interrupted { rank: 2, when },
             ExchangeFailure::Failed { rank: 2, reason: "as rank 1 tells".to_owned(), when },
             ExchangeFailure::Mismatch { rank: 2, reason: Refusal::Memory.to_string(), when },
         ];
@@ -405,7 +526,8 @@ mod tests {
     #[test]
     fn closing_waits_for_the_others() {
         let monitor = Monitor::new(1, 3);
-        assert!(!monitor.wait_for_all_gone(Duration::from_millis(5)));
+        let nobody = Attend::default();
+        assert_eq!(monitor.wait_for_all_gone(Duration::from_millis(5), &nobody), Some(false));
         monitor.event(Event::Bye { peer: 0 });
         monitor.close();
         std::thread::scope(|scope| {
@@ -413,9 +535,9 @@ mod tests {
                 std::thread::sleep(Duration::from_millis(10));
                 monitor.event(Event::Death { peer: 2, pid: 1, how: DeathCause::HungUp });
             });
-            assert!(monitor.wait_for_all_gone(Duration::from_secs(60)));
+            assert_eq!(monitor.wait_for_all_gone(Duration::from_secs(60), &nobody), Some(true));
         });
         assert_eq!(monitor.broken_by(), None);
-        assert!(Monitor::new(0, 1).wait_for_all_gone(Duration::ZERO));
+        assert_eq!(Monitor::new(0, 1).wait_for_all_gone(Duration::ZERO, &nobody), Some(true));
     }
 }

@@ -56,6 +56,13 @@ pub enum Event {
         /// Epoch of the call that broke.
         epoch: u64,
     },
+    /// It takes part in a step between calls that this rank has not begun.
+    Step {
+        /// The rank.
+        peer: usize,
+        /// Number of the step.
+        sequence: u64,
+    },
     /// It closed in order. Nothing more comes from it.
     Bye {
         /// The rank.

@@ -1,7 +1,7 @@
 //! The messages between ranks: one frame per message, little-endian, every length checked.
 //!
 //! ```text
-//! magic u32 | kind u8 | label bytes u8 | 0 u16 | sequence u64 | payload bytes u32 | label | payload
+//! magic u32 | kind u8 | label bytes u8 | flags u16 | sequence u64 | payload bytes u32 | label | payload
 //! ```
 
 use std::time::Duration;
@@ -17,6 +17,8 @@ pub(crate) const MAX_NAME: usize = 64;
 
 const MAGIC: u32 = 0x314d_564b; // "KVM1": the version is part of it.
 const HEADER: usize = 20;
+/// Flag of parts: see [`Message::Part`].
+const COUNTED: u8 = 1;
 
 /// What a rank tells all others at any time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -45,15 +47,18 @@ pub(crate) enum Message {
         stale: bool,
         reason: String,
     },
-    /// A rank's part of collective step `sequence`.
+    /// A rank's part of collective step `sequence`. `counted`: the last eight bytes are how many calls it had begun before.
     Part {
         sequence: u64,
         label: String,
         payload: Vec<u8>,
+        counted: bool,
     },
     /// The sender gave up on that step.
     Withdraw {
         sequence: u64,
+        /// Name of the step, as the sender takes it.
+        step: String,
         /// The rank that gave up first.
         origin: u32,
         /// A rank whose death is the reason.
@@ -100,12 +105,12 @@ impl Message {
             }
             Message::Welcome => frame(2, 0, "", &[]),
             Message::Refuse { stale, reason } => frame(3, u64::from(*stale), "", reason.as_bytes()),
-            Message::Part { sequence, label, payload } => part(*sequence, label, payload),
-            Message::Withdraw { sequence, origin, culprit, reason } => {
+            Message::Part { sequence, label, payload, counted } => part(*sequence, label, payload, *counted),
+            Message::Withdraw { sequence, step, origin, culprit, reason } => {
                 let mut payload = origin.to_le_bytes().to_vec();
                 payload.extend(culprit.unwrap_or(u32::MAX).to_le_bytes());
                 payload.extend(reason.as_bytes());
-                frame(5, *sequence, "", &payload)
+                frame(5, *sequence, step, &payload)
             }
             Message::Notice(Notice::Abort { kind, peer, epoch }) => {
                 let mut payload = kind.to_le_bytes().to_vec();
@@ -151,12 +156,17 @@ impl Message {
                 stale: sequence != 0,
                 reason: String::from_utf8_lossy(payload).into_owned(),
             }),
-            4 => Ok(Message::Part { sequence, label: label.to_owned(), payload: payload.to_vec() }),
+            4 => Ok(Message::Part {
+                sequence,
+                label: label.to_owned(),
+                payload: payload.to_vec(),
+                counted: header[6] & COUNTED != 0,
+            }),
             5 => {
                 let field = |at| word(payload, at).ok_or(bad("a short withdrawal"));
                 let (origin, culprit) = (field(0)?, Some(field(4)?).filter(|&culprit| culprit != u32::MAX));
                 let reason = String::from_utf8_lossy(&payload[8..]).into_owned();
-                Ok(Message::Withdraw { sequence, origin, culprit, reason })
+                Ok(Message::Withdraw { sequence, step: label.to_owned(), origin, culprit, reason })
             }
             6 => {
                 let field = |at| word(payload, at).ok_or(bad("a short abort"));
@@ -170,8 +180,12 @@ impl Message {
 }
 
 /// A part without copying its payload into a [`Message`] first.
-pub(crate) fn part(sequence: u64, label: &str, payload: &[u8]) -> Vec<u8> {
-    frame(4, sequence, label, payload)
+pub(crate) fn part(sequence: u64, label: &str, payload: &[u8], counted: bool) -> Vec<u8> {
+    let mut bytes = frame(4, sequence, label, payload);
+    if counted && let Some(flags) = bytes.get_mut(6) {
+        *flags |= COUNTED;
+    }
+    bytes
 }
 
 /// Texts longer than their field are cut: callers check what must not be.
@@ -228,10 +242,27 @@ mod tests {
             Message::Welcome,
             Message::Refuse { stale: true, reason: "why".to_owned() },
             Message::Refuse { stale: false, reason: String::new() },
-            Message::Part { sequence: u64::MAX, label: "x".repeat(MAX_LABEL), payload: vec![9; MAX_GATHER] },
-            Message::Part { sequence: 0, label: String::new(), payload: Vec::new() },
-            Message::Withdraw { sequence: 77, origin: 2, culprit: Some(0), reason: "rank 0 died".to_owned() },
-            Message::Withdraw { sequence: 78, origin: 63, culprit: None, reason: String::new() },
+            Message::Part {
+                sequence: u64::MAX,
+                label: "x".repeat(MAX_LABEL),
+                payload: vec![9; MAX_GATHER],
+                counted: true,
+            },
+            Message::Part { sequence: 0, label: String::new(), payload: Vec::new(), counted: false },
+            Message::Withdraw {
+                sequence: 77,
+                step: "reset".to_owned(),
+                origin: 2,
+                culprit: Some(0),
+                reason: "rank 0 died".to_owned(),
+            },
+            Message::Withdraw {
+                sequence: 78,
+                step: String::new(),
+                origin: 63,
+                culprit: None,
+                reason: String::new(),
+            },
             Message::Notice(Notice::Abort { kind: 2, peer: 63, epoch: 1 << 40 }),
             Message::Notice(Notice::Bye),
         ]

@@ -310,6 +310,37 @@ fn a_timeout_in_a_replay_is_found_and_named() {
 }
 
 #[test]
+fn graphs_are_watched_after_a_reset_as_before() {
+    in_processes("graphs::graphs_are_watched_after_a_reset_as_before", 2, &[], |process| {
+        let at = process.connect();
+        let whole = whole();
+        let input = inputs(&at, &whole);
+        let (graph, _results) = capture(&at, &input, &whole, 1);
+        let told = std::env::temp_dir().join(format!("kvf-gpu-told-{}", std::os::unix::process::parent_id()));
+        at.comm.set_timeout(std::time::Duration::from_millis(300)).unwrap();
+        let patience = std::time::Duration::from_secs(10);
+        for session in 0..2 {
+            if process.rank == 0 {
+                replay(&at, &graph);
+                // Nobody asks here until rank 1 has been told, which only the thread that looks can do.
+                let start = std::time::Instant::now();
+                while !told.exists() {
+                    assert!(start.elapsed() < patience, "session {session}: rank 1 was not told");
+                    std::thread::sleep(std::time::Duration::from_millis(5));
+                }
+                std::fs::remove_file(&told).unwrap();
+            }
+            let failure = broken(&at, patience);
+            assert!(matches!(failure, ExchangeFailure::PeerTimeout { peer: 1, .. }), "{failure}");
+            if process.rank == 1 {
+                std::fs::write(&told, []).unwrap();
+            }
+            at.comm.reset().unwrap();
+        }
+    });
+}
+
+#[test]
 fn a_refused_call_in_a_capture_is_told_to_nobody() {
     in_processes("graphs::a_refused_call_in_a_capture_is_told_to_nobody", 2, &[], |process| {
         let at = process.connect();

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use kvferry::all2all::{CallOptions, ExchangeFailure, ExchangeResult};
-use kvferry::cuda::{BatchCopies, DeviceRegion, Flight, GpuMemory, Stream, StreamHandle};
+use kvferry::cuda::{BatchCopies, DeviceRegion, Flight, GpuMemory, Stream, StreamHandle, faults};
 use kvferry::layout::exchange::{ExchangeOp, HeadLayout};
 use kvferry::{Dtype, Region};
 
@@ -93,6 +93,42 @@ fn a_buffer_waits_for_its_consumers_on_all_streams_that_were_named() {
             },
         );
     }
+}
+
+#[test]
+fn a_buffer_waits_for_its_consumers_also_after_a_call_that_was_not_launched() {
+    if gpus(1).is_none() {
+        return;
+    }
+    // Alone: a refused call breaks nothing.
+    on_gpus(
+        1,
+        |builder| builder.buffers(1),
+        |at| {
+            let whole = Whole::new(2, &[5], 6, 8, Dtype::Float16);
+            let (b, c) = (Stream::new(&at.gpu).unwrap(), Stream::new(&at.gpu).unwrap());
+            let y = on(at, &whole, SendRecvHeads, at.stream.handle());
+            kvferry::cuda::drain_deferred();
+            let hold = Hold::on(&at.gpu, &b);
+            let consumer = Consumer::new(at, &y, &at.stream, &b);
+            at.comm.record_stream(&y, b.handle());
+            drop(y);
+            // It has made its stream wait for both readers when it fails: at the wait for the call before.
+            let options =
+                CallOptions { stream: Some(c.handle()), ..whole.options(SendRecvHeads, HeadLayout::Bnhd) };
+            let input = at.input(&whole.seeded(1), SendRecvHeads, &Strides::default());
+            faults::inject("cuStreamWaitEvent", 3, 700);
+            let failed = at.comm.send_recv_heads(&[input], &options);
+            assert_eq!(faults::clear(), 0);
+            assert!(failed.is_err());
+            let z = on(at, &whole.seeded(2), SendRecvHeads, at.stream.handle());
+            std::thread::sleep(Duration::from_millis(60));
+            hold.open();
+            consumer.check(at, &whole, SendRecvHeads);
+            at.check(&whole.seeded(2), SendRecvHeads, HeadLayout::Bnhd, &z);
+            at.comm.check().unwrap();
+        },
+    );
 }
 
 #[test]

@@ -5,5 +5,6 @@ mod deaths;
 mod footprint;
 mod processes;
 mod rank;
+mod refusals;
 mod stores;
 mod threads;

@@ -152,14 +152,35 @@ fn urls_that_name_no_rendezvous_are_refused() {
         "file://relative/path",
         "http://host:80",
         "tcp:/host:1",
+        "tcp://:4242",
+        "tcp://ho\0st:4242",
+        "file:///tmp/a\0b",
     ] {
         let error = rendezvous(url, 0, 1, PATIENCE).map(drop).unwrap_err();
         assert!(matches!(error, SetupError::Url { .. }), "{url}: {error:?}");
+        assert!(error.to_string().starts_with(&format!("rendezvous {url:?}: ")), "{error}");
     }
     let error = rendezvous("memory://x", 2, 2, PATIENCE).map(drop).unwrap_err();
     assert!(matches!(error, SetupError::Range { value: 2, .. }), "{error:?}");
-    let error = rendezvous("tcp://no.such.host.invalid:4242", 0, 2, PATIENCE).map(drop).unwrap_err();
-    assert!(matches!(error, SetupError::Io { .. }), "{error:?}");
+    for world in [0, 65] {
+        let error = rendezvous("memory://x", 0, world, PATIENCE).map(drop).unwrap_err();
+        assert!(matches!(error, SetupError::Range { what: "world_size", .. }), "{error:?}");
+    }
+}
+
+#[test]
+fn places_that_cannot_be_used_are_named() {
+    for (url, rank) in [
+        ("tcp://no.such.host.invalid:4242", 0),
+        ("tcp://no.such.host.invalid:4242", 1),
+        ("tcp://192.0.2.1:4242", 0),
+        ("file:///no/such/parent/dir", 0),
+        ("file:///dev/null", 0),
+    ] {
+        let error = rendezvous(url, rank, 2, PATIENCE).map(drop).unwrap_err();
+        assert!(matches!(error, SetupError::Place { .. }), "{url}: {error:?}");
+        assert!(error.to_string().starts_with(&format!("rendezvous {url}: ")), "{error}");
+    }
 }
 
 #[test]
@@ -256,7 +277,7 @@ fn what_else_lies_in_a_directory_stays_and_is_not_believed() {
     // Nor is a file taken for a directory.
     std::fs::write(&path.0, b"a file").unwrap();
     let error = rendezvous(&path.url(), 0, 1, PATIENCE).map(drop).unwrap_err();
-    assert!(matches!(error, SetupError::Io { .. }), "{error:?}");
+    assert!(matches!(error, SetupError::Place { .. }), "{error:?}");
     std::fs::remove_file(&path.0).unwrap();
 }
 
@@ -329,7 +350,6 @@ fn strangers_at_a_listener_are_turned_away_and_the_ranks_still_meet() {
         assert!(kind == REFUSED && why.contains("token"), "{why}");
         assert_eq!(answer(&hello(1, 2, 1, token, "run")).0, REFUSED, "meant for another rank");
         assert_eq!(answer(&hello(1, 2, 0, token, "other")).0, REFUSED, "another communicator");
-        assert_eq!(answer(&hello(0, 2, 0, token, "run")).0, REFUSED, "its own rank");
         assert_eq!(answer(&hello(2, 2, 0, token, "run")).0, REFUSED, "no such rank");
         assert_eq!(answer(&hello(u32::MAX, 2, 0, token, "run")).0, REFUSED);
         assert_eq!(answer(b"garbage").0, 0, "hung up on");

@@ -334,7 +334,7 @@ fn goodbyes_aborts_and_thread_deaths_are_told_once() {
         let mut told: Vec<Event> = (0..5).map(|_| events.recv_timeout(PATIENCE).unwrap()).collect();
         let of = |peer: usize, told: &mut Vec<Event>| {
             let here = |event: &Event| match *event {
-                Event::Death { peer, .. } | Event::Bye { peer } => peer,
+                Event::Death { peer, .. } | Event::Bye { peer } | Event::Step { peer, .. } => peer,
                 Event::Abort { from, .. } => from,
             };
             told.extract_if(.., |event| here(event) == peer).collect::<Vec<_>>()

@@ -1,5 +1,6 @@
 //! Ranks that are processes or threads of one host: their memory is shared, the calling threads move the bytes.
 
+mod beat;
 mod run;
 mod setup;
 mod wait;
@@ -13,6 +14,7 @@ use kvferry_host::{Bell, Copier, CopyHint, CopyNest, HostRegion, Loop, SharedWor
 use kvferry_kernels::{MAX_RANKS, abort_word};
 use kvferry_layout::exchange::ExchangeOp;
 
+use super::attend::Attend;
 use super::backend::{Backend, Launch, Transport, Trouble};
 use super::call::wrong_memory;
 use super::error::{Fault, FaultKind};
@@ -81,6 +83,7 @@ pub(super) struct CpuBackend {
     /// Calls finished, for who does not hold `local`.
     epoch: AtomicU64,
     spin: Duration,
+    attend: Attend,
 }
 
 /// A piece, ready to be walked.

@@ -5,6 +5,7 @@ use std::sync::PoisonError;
 use kvferry_host::{Copier, HostRegion, SharedWords};
 use kvferry_kernels::{MAX_RANKS, arrival_offset, header_cell_offset};
 
+use super::beat::Beats;
 use super::wait::Wait;
 use super::{CpuBackend, Local, Mapped, Ready, host, page};
 use crate::all2all::backend::Launch;
@@ -60,8 +61,9 @@ fn read(words: &SharedWords, source: usize, epoch: u64) -> Header {
 }
 
 impl CpuBackend {
-    fn wait(&self) -> Wait<'_> {
-        Wait { bell: &self.own.bell, page: &self.page, spin: self.spin }
+    fn wait<'a>(&'a self, peers: &'a [Option<Mapped>]) -> Wait<'a> {
+        let beats = Beats { rank: self.rank, own: &self.own.words, peers };
+        Wait { beats, bell: &self.own.bell, page: &self.page, attend: &self.attend, spin: self.spin }
     }
 
     /// Every rank but this one, the next first: no receiver is hit by all at once.
@@ -105,7 +107,7 @@ impl CpuBackend {
         self.copy(launch, ready, self.rank, &self.own.pool, mine.place)?;
 
         // Step 3.
-        let headers = self.headers(epoch, mine)?;
+        let headers = self.headers(epoch, mine, &peers)?;
         let headers = headers.get(..self.world).unwrap_or_default();
         if let Some(found) = protocol::judge(headers, &plan.result_bytes, self.pool_bytes) {
             return Err(found);
@@ -137,7 +139,7 @@ impl CpuBackend {
             }
             None
         };
-        self.wait().until(missing, |waited| FaultKind::ArrivalTimeout { waited })?;
+        self.wait(&peers).until(missing, |waited| FaultKind::ArrivalTimeout { waited })?;
 
         // Step 6.
         for (count, (from, header)) in expected.iter_mut().zip(headers.iter().enumerate()) {
@@ -151,7 +153,12 @@ impl CpuBackend {
 
     /// Waits for the headers of all ranks, and gives them with the own one in its place. A refusal ends the wait before
     /// all are there: with it nobody pushes, whatever the others say.
-    fn headers(&self, epoch: u64, mine: Header) -> std::result::Result<[Header; MAX_RANKS], Failed> {
+    fn headers(
+        &self,
+        epoch: u64,
+        mine: Header,
+        peers: &[Option<Mapped>],
+    ) -> std::result::Result<[Header; MAX_RANKS], Failed> {
         let words = &self.own.words;
         let here = |rank: usize| words.load(cell_index(epoch, rank) + cell::EPOCH) >= epoch;
         let verdict = |rank: usize| words.load_relaxed(cell_index(epoch, rank) + cell::VERDICT);
@@ -168,7 +175,7 @@ impl CpuBackend {
             refused = others.filter(|&rank| here(rank)).find(|&rank| verdict(rank) != 0);
             if refused.is_some() { None } else { Some(next) }
         };
-        self.wait().until(missing, |waited| FaultKind::HeaderTimeout { waited })?;
+        self.wait(peers).until(missing, |waited| FaultKind::HeaderTimeout { waited })?;
         if let Some(peer) = refused {
             return Err((peer, FaultKind::Refused { code: verdict(peer) }));
         }

@@ -65,6 +65,7 @@ pub(in crate::all2all) fn connect(setup: &Setup<'_>) -> Result<Arc<dyn Backend>>
         local: Mutex::new(Local::new()),
         epoch: AtomicU64::new(0),
         spin: spin_limit(world),
+        attend: mesh.attend().clone(),
     }))
 }
 
@@ -82,6 +83,7 @@ fn probe(setup: &Setup<'_>, own: &Mapped, peers: &[Option<Mapped>]) -> Result<()
         }
     }
     let start = Instant::now();
+    let mut attending = setup.mesh.attend().begin();
     for (from, _) in peers.iter().enumerate().filter(|(_, peer)| peer.is_some()) {
         loop {
             let seen = own.bell.value();
@@ -92,7 +94,10 @@ fn probe(setup: &Setup<'_>, own: &Mapped, peers: &[Option<Mapped>]) -> Result<()
                 let reason = "what it wrote to shared memory does not arrive".to_owned();
                 return Err(SetupError::Disagree { rank: from, reason }.into());
             };
-            own.bell.wait(seen, rest);
+            own.bell.wait(seen, attending.nap(rest));
+            if attending.gives_up() {
+                return Err(SetupError::Interrupted { what: "probe".to_owned() }.into());
+            }
         }
         let mut byte = [0];
         own.pool.read(from as u64, &mut byte)?;

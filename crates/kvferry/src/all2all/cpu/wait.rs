@@ -4,7 +4,9 @@ use std::time::{Duration, Instant};
 
 use kvferry_host::{Bell, SharedWords};
 
+use super::super::attend::Attend;
 use super::super::error::FaultKind;
+use super::beat::Beats;
 use super::page;
 
 /// Longest time a wait spins. A peer in lock step comes within it, without a system call on either side; a late one
@@ -26,7 +28,9 @@ pub(super) fn spin_limit(world: usize) -> Duration {
 pub(super) struct Wait<'a> {
     pub(super) bell: &'a Bell,
     pub(super) page: &'a SharedWords,
+    pub(super) attend: &'a Attend,
     pub(super) spin: Duration,
+    pub(super) beats: Beats<'a>,
 }
 
 impl Wait<'_> {
@@ -51,6 +55,7 @@ impl Wait<'_> {
                 break;
             }
         }
+        let (mut attending, mut listening) = (self.attend.begin(), self.beats.begin());
         loop {
             // Value first, then the words: a ring that comes between ends the sleep at once.
             let seen = self.bell.value();
@@ -67,9 +72,13 @@ impl Wait<'_> {
             let waited = start.elapsed();
             let limit = Duration::from_nanos(self.page.load(page::TIMEOUT));
             let Some(rest) = limit.checked_sub(waited).filter(|rest| !rest.is_zero()) else {
-                return Err((peer, late(waited)));
+                return Err((listening.silent(peer), late(waited)));
             };
-            self.bell.wait(seen, rest);
+            listening.beat(peer, waited);
+            self.bell.wait(seen, attending.nap(rest));
+            if attending.gives_up() {
+                return Err((peer, FaultKind::Interrupted));
+            }
         }
     }
 }

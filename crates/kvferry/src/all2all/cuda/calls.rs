@@ -92,15 +92,26 @@ impl CudaBackend {
     /// Waits for the other ranks of this process.
     fn pass(&self, launch: &Launch<'_>) -> std::result::Result<Option<Through<'_>>, Trouble> {
         let Some(gate) = &self.gate else { return Ok(None) };
-        match gate.pass(self.rank, self.timeout(), || self.page.aborted() != 0) {
+        let (mut attending, mut interrupted) = (self.attend.begin(), false);
+        let give_up = || {
+            interrupted = attending.gives_up();
+            interrupted || self.page.aborted() != 0
+        };
+        let passed = gate.pass(self.rank, self.timeout(), give_up);
+        let epoch = self.calls.load(Ordering::Acquire) + 1;
+        let fault = |kind, peer| Err(Trouble::Fault(Fault { kind, peer, epoch, op: Some(launch.plan.op) }));
+        if interrupted {
+            // Those who launch now hear of it by the abort.
+            return fault(FaultKind::Interrupted, self.rank);
+        }
+        match passed {
             Ok(through) => Ok(Some(through)),
             Err(stuck) => {
                 let (kind, peer) = match stuck {
                     Stuck::GivenUp => (FaultKind::Aborted, self.rank),
                     Stuck::Late(peer) => (FaultKind::HeaderTimeout { waited: self.timeout() }, peer),
                 };
-                let epoch = self.calls.load(Ordering::Acquire) + 1;
-                Err(Trouble::Fault(Fault { kind, peer, epoch, op: Some(launch.plan.op) }))
+                fault(kind, peer)
             }
         }
     }

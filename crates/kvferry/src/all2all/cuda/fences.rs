@@ -95,6 +95,8 @@ impl Fences {
                 return Err(error);
             }
         }
+        // Should the call fail before it is launched, what was to be waited for is what `stream` waits for now.
+        lock(&self.slots).of(slot).home.get_or_insert((stream, capture, thread::current().id()));
         Ok(())
     }
 

@@ -67,7 +67,7 @@ impl Gate {
         &self,
         rank: usize,
         timeout: Duration,
-        give_up: impl Fn() -> bool,
+        mut give_up: impl FnMut() -> bool,
     ) -> Result<Through<'_>, Stuck> {
         let deadline = Instant::now().checked_add(timeout);
         let mut state = lock(&self.state);
@@ -83,7 +83,14 @@ impl Gate {
                 return Ok(Through { gate: self });
             }
             let late = deadline.is_some_and(|at| Instant::now() >= at);
-            if late || give_up() {
+            // Asked without the lock, as it may wait for Python, whose holder may be closing.
+            drop(state);
+            let gives_up = give_up();
+            state = lock(&self.state);
+            if state.round != round {
+                return Ok(Through { gate: self });
+            }
+            if late || gives_up {
                 state.arrived &= !(1 << rank);
                 let missing = self.members & !state.arrived & !state.absent & !(1 << rank);
                 return Err(if late {

@@ -21,13 +21,14 @@ mod ticker;
 use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, Weak};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use kvferry_cuda::{
     ExchangeOut, ExchangePage, ExchangeQueue, Gpu, Record, RecordKind, RouteInput, StreamHandle, abort_word,
 };
 use kvferry_layout::ExchangeOp;
 
+use super::attend::Attend;
 use super::backend::{Backend, CaptureId, Launch, Transport, Trouble};
 use super::call::wrong_memory;
 use super::error::{Fault, FaultKind};
@@ -78,6 +79,7 @@ pub(super) struct CudaBackend {
     captures: Mutex<Vec<Weak<CaptureEnd>>>,
     attached: OnceLock<Attached>,
     ticker: OnceLock<Ticker>,
+    attend: Attend,
 }
 
 /// What holds the backend.
@@ -280,8 +282,19 @@ impl Backend for CudaBackend {
         let mut queue = lock(&self.queue);
         let Some(queue) = queue.as_mut() else { return Ok(()) };
         let patience = self.timeout().saturating_add(MARGIN);
-        if !queue.settle(patience)? {
-            return Err(Error::Timeout { seconds: patience.as_secs_f64() });
+        let start = Instant::now();
+        let mut attending = self.attend.begin();
+        loop {
+            let left = patience.saturating_sub(start.elapsed());
+            if queue.settle(attending.nap(left))? {
+                break;
+            }
+            if attending.gives_up() {
+                return Err(Error::Interrupted { what: "a wait for the device".to_owned() });
+            }
+            if left.is_zero() {
+                return Err(Error::Timeout { seconds: patience.as_secs_f64() });
+            }
         }
         // Of graphs only the device knows. A broken communicator's calls end at once, so this does not wait for peers.
         if self.captured.load(Ordering::Relaxed) && (self.page.aborted() != 0 || self.page.record().is_some())
@@ -300,6 +313,10 @@ impl Backend for CudaBackend {
         self.mute.store(false, Ordering::Relaxed);
         if let Some(gate) = &self.gate {
             gate.come_back(self.rank);
+        }
+        // Graphs live on.
+        if let Some(ticker) = self.ticker.get() {
+            ticker.resume();
         }
         Ok(())
     }

@@ -58,6 +58,7 @@ pub(in crate::all2all) fn connect(setup: &Setup<'_>, ordinal: u32) -> Result<Arc
         captures: Mutex::default(),
         attached: OnceLock::new(),
         ticker: OnceLock::new(),
+        attend: setup.mesh.attend().clone(),
         gpu,
     }))
 }

@@ -26,6 +26,9 @@ struct Shared {
     until: AtomicU64,
     /// A call was captured.
     graphs: AtomicBool,
+    /// Calls so far, and how many there were when something was found: nothing is looked for until the next.
+    calls: AtomicU64,
+    found: AtomicU64,
     asleep: AtomicBool,
     stop: AtomicBool,
     lock: Mutex<()>,
@@ -46,6 +49,8 @@ impl Ticker {
             start: Instant::now(),
             until: AtomicU64::new(0),
             graphs: AtomicBool::new(false),
+            calls: AtomicU64::new(0),
+            found: AtomicU64::new(0),
             asleep: AtomicBool::new(false),
             stop: AtomicBool::new(false),
             lock: Mutex::default(),
@@ -58,6 +63,13 @@ impl Ticker {
         Ok(Ticker { shared, thread: Some(thread.map_err(Error::Thread)?) })
     }
 
+    /// Graphs that were captured may be launched again: all is whole.
+    pub(super) fn resume(&self) {
+        if self.shared.graphs.load(Ordering::SeqCst) {
+            self.call(Duration::ZERO, true);
+        }
+    }
+
     /// A call is under way, for at most `patience` from now. Wakes the thread if it sleeps; otherwise two stores.
     pub(super) fn call(&self, patience: Duration, captured: bool) {
         let shared = &*self.shared;
@@ -67,7 +79,8 @@ impl Ticker {
             let until = shared.start.elapsed().saturating_add(patience).as_millis();
             shared.until.store(u64::try_from(until).unwrap_or(u64::MAX), Ordering::SeqCst);
         }
-        // Sequentially consistent with the thread, which says that it sleeps before it looks at the two once more.
+        shared.calls.fetch_add(1, Ordering::SeqCst);
+        // Sequentially consistent with the thread, which says that it sleeps before it looks at these once more.
         if shared.asleep.swap(false, Ordering::SeqCst) {
             let _guard = lock(&shared.lock);
             shared.wake.notify_all();
@@ -77,6 +90,9 @@ impl Ticker {
 
 impl Shared {
     fn nap(&self) -> Option<Duration> {
+        if self.calls.load(Ordering::SeqCst) == self.found.load(Ordering::SeqCst) {
+            return None;
+        }
         let now = self.start.elapsed().as_millis();
         if now < u128::from(self.until.load(Ordering::SeqCst)) {
             Some(SOON)
@@ -105,10 +121,10 @@ impl Shared {
             guard = self.wake.wait_timeout(guard, nap).unwrap_or_else(PoisonError::into_inner).0;
             self.asleep.store(false, Ordering::SeqCst);
             drop(guard);
+            // A call that comes during the look is not what was found.
+            let calls = self.calls.load(Ordering::SeqCst);
             if !look() {
-                // Until the next call.
-                self.until.store(0, Ordering::SeqCst);
-                self.graphs.store(false, Ordering::SeqCst);
+                self.found.store(calls, Ordering::SeqCst);
             }
             guard = lock(&self.lock);
         }
@@ -179,5 +195,28 @@ mod tests {
         ticker.call(Duration::from_secs(60), false);
         std::thread::sleep(Duration::from_millis(300));
         assert_eq!(looks.load(Ordering::SeqCst), 1);
+        // Without graphs there is nothing to take up again.
+        ticker.resume();
+        std::thread::sleep(Duration::from_millis(100));
+        assert_eq!(looks.load(Ordering::SeqCst), 1);
+    }
+
+    #[test]
+    fn graphs_are_looked_after_again_once_all_is_whole() {
+        let looks = Arc::new(AtomicUsize::new(0));
+        let ticker = Ticker::start({
+            let looks = Arc::clone(&looks);
+            move || looks.fetch_add(1, Ordering::SeqCst) > 0
+        })
+        .unwrap();
+        ticker.call(Duration::ZERO, true);
+        std::thread::sleep(NOW_AND_THEN * 5 / 2);
+        assert_eq!(looks.load(Ordering::SeqCst), 1, "what was found ends it");
+        ticker.resume();
+        let start = Instant::now();
+        while looks.load(Ordering::SeqCst) < 3 {
+            assert!(start.elapsed() < Duration::from_secs(20));
+            std::thread::sleep(Duration::from_millis(20));
+        }
     }
 }

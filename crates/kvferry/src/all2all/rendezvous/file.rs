@@ -111,7 +111,7 @@ impl FileStore {
     }
 
     fn io(&self, doing: &str) -> impl FnOnce(io::Error) -> SetupError {
-        SetupError::io(format!("{doing} {}", self.dir.display()))
+        SetupError::place(format!("file://{}", self.dir.display()), doing)
     }
 
     /// Locks the directory, making it if it is not there. Released when the file is closed.
@@ -121,25 +121,28 @@ impl FileStore {
             match fs::DirBuilder::new().mode(0o700).create(&self.dir) {
                 Ok(()) => made = true,
                 Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
-                Err(error) => return Err(self.io("making the rendezvous directory")(error)),
+                Err(error) if error.kind() == io::ErrorKind::NotFound => {
+                    return Err(self.io("making the directory, whose parent must exist")(error));
+                }
+                Err(error) => return Err(self.io("making the directory")(error)),
             }
             let held = match File::open(&self.dir) {
                 Ok(held) => held,
                 // Removed by the last of an earlier run, just now.
                 Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
-                Err(error) => return Err(self.io("opening the rendezvous directory")(error)),
+                Err(error) => return Err(self.io("opening the directory")(error)),
             };
-            held.lock().map_err(self.io("locking the rendezvous directory"))?;
-            let locked = held.metadata().map_err(self.io("looking at the rendezvous directory"))?;
+            held.lock().map_err(self.io("locking the directory"))?;
+            let locked = held.metadata().map_err(self.io("looking at the directory"))?;
             if !locked.is_dir() {
                 let error = io::Error::from(io::ErrorKind::NotADirectory);
-                return Err(self.io("using the rendezvous directory")(error));
+                return Err(self.io("using it as a directory")(error));
             }
             // While this waited for the lock the directory may have been removed, and perhaps made anew.
             match fs::metadata(&self.dir) {
                 Ok(there) if (there.dev(), there.ino()) == (locked.dev(), locked.ino()) => {
                     if made {
-                        File::create(self.dir.join(MADE)).map_err(self.io("writing to"))?;
+                        File::create(self.dir.join(MADE)).map_err(self.io("marking the directory"))?;
                     }
                     return Ok(held);
                 }
@@ -178,7 +181,7 @@ impl FileStore {
         }
         let _held = self.lock()?;
         let mut others = false;
-        for entry in fs::read_dir(&self.dir).map_err(self.io("reading the rendezvous directory"))?.flatten() {
+        for entry in fs::read_dir(&self.dir).map_err(self.io("reading the directory"))?.flatten() {
             let path = entry.path();
             if entry.file_name() == MADE {
                 continue;
@@ -189,15 +192,15 @@ impl FileStore {
                 None => path.extension().is_some_and(|extension| extension == "new"),
             };
             if ours {
-                fs::remove_file(&path).map_err(self.io("removing a value from"))?;
+                fs::remove_file(&path).map_err(self.io("removing a value"))?;
             } else {
                 others = true;
             }
         }
         let mark = self.dir.join(MADE);
         if !others && mark.exists() {
-            fs::remove_file(&mark).map_err(self.io("removing the mark from"))?;
-            fs::remove_dir(&self.dir).map_err(self.io("removing"))?;
+            fs::remove_file(&mark).map_err(self.io("removing the mark"))?;
+            fs::remove_dir(&self.dir).map_err(self.io("removing the directory"))?;
         }
         Ok(())
     }
@@ -236,7 +239,7 @@ impl Rendezvous for FileStore {
         // Left by a writer that died, or planted; never written through.
         match fs::remove_file(&new) {
             Err(error) if error.kind() != io::ErrorKind::NotFound => {
-                return Err(self.io("writing a value to")(error));
+                return Err(self.io("writing a value")(error));
             }
             _ => {}
         }
@@ -245,11 +248,11 @@ impl Rendezvous for FileStore {
             .create_new(true)
             .mode(0o600)
             .open(&new)
-            .map_err(self.io("writing a value to"))?;
+            .map_err(self.io("writing a value"))?;
         let bytes = [MAGIC, self.own.line().as_bytes(), value].concat();
-        file.write_all(&bytes).map_err(self.io("writing a value to"))?;
+        file.write_all(&bytes).map_err(self.io("writing a value"))?;
         // Readers take no lock, so a value appears whole or not at all.
-        fs::rename(&new, &path).map_err(self.io("writing a value to"))
+        fs::rename(&new, &path).map_err(self.io("writing a value"))
     }
 
     fn get(&self, key: &str, timeout: Duration) -> Result<Vec<u8>, SetupError> {

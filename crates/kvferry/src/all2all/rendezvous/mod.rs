@@ -7,6 +7,9 @@ mod tcp;
 use std::sync::Arc;
 use std::time::Duration;
 
+use kvferry_layout::exchange::MAX_RANKS;
+
+use super::attend::Attend;
 use super::setup::SetupError;
 
 /// Most bytes of a key.
@@ -51,6 +54,24 @@ pub fn rendezvous(
     world: usize,
     timeout: Duration,
 ) -> Result<Arc<dyn Rendezvous>, SetupError> {
+    rendezvous_attended(url, rank, world, timeout, &Attend::default())
+}
+
+/// As [`rendezvous`], with somebody who looks after the wait for rank 0's server.
+///
+/// # Errors
+/// As [`rendezvous`], and [`SetupError::Interrupted`].
+pub fn rendezvous_attended(
+    url: &str,
+    rank: usize,
+    world: usize,
+    timeout: Duration,
+    attend: &Attend,
+) -> Result<Arc<dyn Rendezvous>, SetupError> {
+    if !(1..=MAX_RANKS).contains(&world) {
+        let expected = format!("1 to {MAX_RANKS}");
+        return Err(SetupError::Range { what: "world_size", expected, value: world });
+    }
     if rank >= world {
         return Err(SetupError::Range { what: "rank", expected: format!("below {world}"), value: rank });
     }
@@ -59,9 +80,13 @@ pub fn rendezvous(
     if rest.is_empty() {
         return Err(bad("the address is empty"));
     }
+    if rest.contains('\0') {
+        return Err(bad("the address holds a zero byte"));
+    }
     match scheme {
         "tcp" => {
-            let (_, port) = rest.rsplit_once(':').ok_or_else(|| bad("tcp:// needs host:port"))?;
+            let named = rest.rsplit_once(':').filter(|(host, _)| !host.is_empty());
+            let (_, port) = named.ok_or_else(|| bad("tcp:// needs host:port"))?;
             match port.parse::<u16>() {
                 Ok(1..) => {}
                 _ => return Err(bad("the port must be 1 to 65535")),
@@ -69,7 +94,7 @@ pub fn rendezvous(
             if rank == 0 {
                 Ok(Arc::new(tcp::Host::open(rest)?))
             } else {
-                Ok(Arc::new(tcp::Guest::open(rest, timeout)?))
+                Ok(Arc::new(tcp::Guest::open(rest, timeout, attend)?))
             }
         }
         "file" if rest.starts_with('/') => Ok(Arc::new(file::FileStore::open(rest.as_ref())?)),

@@ -10,6 +10,7 @@ use kvferry_host::{CloseInChild, ForkGuard};
 
 use super::super::{Rendezvous, check, timed_out};
 use super::{GREETING, HEADER, Op, Request, Status, decode_reply, resolve};
+use crate::all2all::attend::Attend;
 use crate::all2all::setup::SetupError;
 use crate::all2all::wire::left;
 
@@ -39,7 +40,11 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Guest {
-    pub(in super::super) fn open(address: &str, timeout: Duration) -> Result<Guest, SetupError> {
+    pub(in super::super) fn open(
+        address: &str,
+        timeout: Duration,
+        attend: &Attend,
+    ) -> Result<Guest, SetupError> {
         let guest = Guest {
             address: address.to_owned(),
             idle: Mutex::default(),
@@ -47,6 +52,7 @@ impl Guest {
             fork: ForkGuard::new(),
         };
         let start = Instant::now();
+        let mut attending = attend.begin();
         loop {
             match guest.connect(left(start, timeout))? {
                 Ok(stream) => {
@@ -54,6 +60,9 @@ impl Guest {
                     return Ok(guest);
                 }
                 Err(last) if left(start, timeout).is_zero() => return Err(guest.unreachable(timeout, last)),
+                Err(_) if attending.gives_up() => {
+                    return Err(SetupError::Interrupted { what: "connect".to_owned() });
+                }
                 Err(_) => std::thread::sleep(RETRY.min(left(start, timeout))),
             }
         }

@@ -13,7 +13,7 @@ use kvferry_host::{CloseInChild, Doorbell, ForkGuard, Interest, Readiness, poll_
 
 use super::super::memory::Values;
 use super::super::{MAX_KEY, MAX_VALUE, Rendezvous, check};
-use super::{GREETING, HEADER, Op, Request, Status, encode_reply, resolve};
+use super::{GREETING, HEADER, Op, Request, Status, encode_reply, place, resolve};
 use crate::all2all::setup::SetupError;
 
 /// Most connections at a time.
@@ -132,7 +132,7 @@ fn listen(address: &str) -> Result<CloseInChild<TcpListener>, SetupError> {
     for candidate in resolve(address)? {
         match CloseInChild::open(|| TcpListener::bind(candidate)) {
             Ok(listener) => {
-                listener.set_nonblocking(true).map_err(SetupError::io("listening"))?;
+                listener.set_nonblocking(true).map_err(SetupError::place(place(address), "listening"))?;
                 return Ok(listener);
             }
             Err(error) => last = Some((candidate, error)),
@@ -142,7 +142,9 @@ fn listen(address: &str) -> Result<CloseInChild<TcpListener>, SetupError> {
         Some((_, error)) if error.kind() == io::ErrorKind::AddrInUse => {
             SetupError::AddressInUse { address: address.to_owned() }
         }
-        Some((candidate, error)) => SetupError::io(format!("listening at {candidate}"))(error),
+        Some((candidate, error)) => {
+            SetupError::place(place(address), format!("listening at {candidate}"))(error)
+        }
         None => SetupError::AddressInUse { address: address.to_owned() },
     })
 }

@@ -107,13 +107,18 @@ fn decode_reply(header: [u8; HEADER]) -> io::Result<(Status, usize)> {
     Ok((status, len))
 }
 
+/// The URL of an address.
+fn place(address: &str) -> String {
+    format!("tcp://{address}")
+}
+
 /// The socket addresses of `host:port`, with names looked up.
 fn resolve(address: &str) -> Result<Vec<SocketAddr>, SetupError> {
-    let found: Vec<SocketAddr> =
-        address.to_socket_addrs().map_err(SetupError::io(format!("looking up {address}")))?.collect();
+    let failed = || SetupError::place(place(address), "looking up its host");
+    let found: Vec<SocketAddr> = address.to_socket_addrs().map_err(failed())?.collect();
     if found.is_empty() {
         let error = io::Error::new(io::ErrorKind::NotFound, "the name has no address");
-        return Err(SetupError::io(format!("looking up {address}"))(error));
+        return Err(failed()(error));
     }
     Ok(found)
 }
