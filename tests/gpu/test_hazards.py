@@ -245,6 +245,66 @@ def test_29_batch_copies_behind_a_held_stream_keep_only_their_own_thread(
     both.check(ids, ids)
 
 
+def test_29_launches_with_large_parameters_fill_the_queue_sooner(shared: kf.TransferContext) -> None:
+    """The driver takes fewer of them: submitting goes on, or says Busy, and waits for nobody."""
+    both = pair(Geometry(1000, 1, 1, 1, 1, 16, "uint8"), "pinned", "device")
+    ids = shuffled(1000, 1000, 3)
+    with Stream() as stream, Hold(stream, limit=30) as hold:
+        jobs, slowest = [], 0.0
+        for _ in range(200):
+            start = time.monotonic()
+            try:
+                jobs.append(shared.transfer(both.src, both.dst, ids, ids, stream=stream, engine="kernel"))
+            except kf.Busy:
+                break
+            finally:
+                slowest = max(slowest, time.monotonic() - start)
+        assert len(jobs) >= 32 and slowest < 5
+        hold.release()
+        for job in jobs:
+            job.wait(60)
+    both.check(ids, ids)
+
+
+def test_29_medium_lists_need_no_table(shared: kf.TransferContext) -> None:
+    """More layers than the ring has tables, all behind a held stream: ids travel with the launches then."""
+    both = pair(Geometry(1100, 20, 1, 1, 1, 16, "uint8"), "pinned", "device")
+    ids = shuffled(1100, 1100, 4)
+    with Stream() as stream, Hold(stream, limit=30) as hold:
+        job = shared.transfer(both.src, both.dst, ids, ids, after=stream, per_layer=True, engine="kernel")
+        assert not job.done()
+        hold.release()
+        job.wait(60)
+    both.check(ids, ids)
+
+
+def test_29_auto_keeps_out_of_a_ring_that_a_callers_stream_holds(shared: kf.TransferContext) -> None:
+    """One slot is enough to hold up a job that takes them in turn; the job after it must see that as well."""
+    both = pair(Geometry(64, 16, 2, 16, 8, 128), "device", "pinned")
+    ids = list(range(1, 64))
+    assert "engine: staged" in shared.plan(both.src, both.dst, ids, ids).explain()
+    with Stream() as stream, Hold(stream, limit=30) as hold:
+        held = shared.transfer(both.src, both.dst, [0], [0], stream=stream, engine="staged")
+        for _ in range(2):
+            shared.transfer(both.src, both.dst, ids, ids).wait(10)
+        assert not held.done()
+        hold.release()
+        held.wait(60)
+    both.check([0, *ids], [0, *ids])
+
+
+@pytest.mark.parametrize(("src", "dst"), [("pinned", "device"), ("device", "pinned"), ("device", "device")])
+def test_lists_of_several_tables(shared: kf.TransferContext, src: str, dst: str) -> None:
+    """Each table is written, uploaded and read by a kernel of its own."""
+    both = pair(Geometry(70_000, 1, 1, 1, 1, 16, "uint8"), src, dst)
+    ids, back = shuffled(70_000, 70_000, 5), shuffled(70_000, 70_000, 6)
+    shared.transfer(both.src, both.dst, ids, back, engine="kernel").wait(60)
+    both.check(ids, back)
+    many = pair(Geometry(500_000, 1, 1, 1, 1, 1, "uint8"), src, dst)
+    with pytest.raises(kf.Unsupported, match="ring for long lists holds"):
+        shared.transfer(many.src, many.dst, range(500_000), range(500_000), engine="kernel")
+
+
 @pytest.mark.parametrize(("src", "dst"), [("pinned", "device"), ("device", "pinned")])
 def test_30_both_halves_of_a_staged_transfer_wait_for_the_callers_stream(
     shared: kf.TransferContext, src: str, dst: str

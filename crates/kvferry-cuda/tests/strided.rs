@@ -220,7 +220,7 @@ fn what_leaves_its_memory_is_refused_before_anything_runs() {
     assert_eq!(copy.launch_table(&cx, at, &table, 4, &mut flight), refused);
     assert!(ring.lease(1).unwrap().is_none(), "the ring is at its cap");
     let limit = copy.inline_pairs();
-    assert_eq!(limit, kvferry_kernels::MOST_INLINE_PAIRS);
+    assert!((3000..4096).contains(&limit), "{limit}");
     let many = vec![0; limit + 1];
     let too_many = CudaError::TooManyPairs { pairs: many.len() as u64, limit: limit as u64 };
     assert_eq!(copy.launch(&cx, at, &many, 4, &mut flight), Err(too_many));

@@ -37,9 +37,9 @@ pub use fatbin::{BuildInfo, available, build_info, fatbin};
 pub use geometry::{GeometryError, LaunchGeometry};
 pub use kernel::{Kernel, Module};
 pub use strided::{
-    Bases, Divisor, INLINE_WORDS_LARGE, INLINE_WORDS_SMALL, Ids, Link, MAX_INLINE_BASES, MOST_INLINE_PAIRS,
-    PARAM_BYTES_LARGE, PARAM_BYTES_SMALL, ParamBuffer, STRIDED_LOOPS, SideName, StridedCopyPlan,
-    StridedError, StridedHeader, StridedLaunch, StridedLoop, StridedLoopParams, StridedMode, StridedReport,
-    StridedShape, StridedSide, StridedSideParams, Walk,
+    Bases, Divisor, INLINE_WORDS_LARGE, INLINE_WORDS_SMALL, Ids, Link, MAX_INLINE_BASES, PARAM_BYTES_LARGE,
+    PARAM_BYTES_SMALL, ParamBuffer, STRIDED_LOOPS, SideName, StridedCopyPlan, StridedError, StridedHeader,
+    StridedLaunch, StridedLoop, StridedLoopParams, StridedMode, StridedReport, StridedShape, StridedSide,
+    StridedSideParams, Walk,
 };
 pub use vectorized_copy::{VectorizedCopyGeometry, VectorizedCopyParams, vectorized_copy_geometry};

@@ -6,8 +6,9 @@
 namespace kvferry {
 
 // Readies the words that the copy engine stores in the arrival words of peers when the payload is there. Runs when the
-// headers have been read and the own share is done: what may fail the call comes before. Both parities are written, so that the copies need not know the epoch: the word of the other
-// parity is what it has been. One CTA, a thread per rank. A failed communicator announces nothing new.
+// headers have been read and the own share is done: what may fail the call comes before. Both parities are written, so
+// that the copies need not know the epoch: the word of the other parity is what it has been. One CTA, a thread per rank. A
+// failed communicator announces nothing new.
 template <class Cx>
 KVF_HD void exchange_arrive(Cx& cx, const ExchangeArriveParams& p) {
   if (cx.bid() != 0 || cx.tid() >= p.world) return;

@@ -186,7 +186,8 @@ impl PairLease {
     pub fn fill(self, write: impl FnOnce(&mut [u64])) -> PairTable {
         let room = match &self.lease.chunk {
             // SAFETY: the chunk has room for `len` pairs (`lease`), page-aligned and initialised by the operating system.
-            // It is out of the ring, and the device does not read it (flights hold what they use), so it is ours alone.
+            // It is out of the ring, the device does not read it (flights hold what they use), and `self` is given up here:
+            // there is no other reference.
             Some(chunk) => unsafe {
                 std::slice::from_raw_parts_mut(chunk.pinned.as_ptr().cast::<u64>(), self.len)
             },

@@ -26,7 +26,8 @@ pub enum CopyHint {
     /// Streaming stores where the machine has them; the same as `Temporal` elsewhere. Only ever a hint.
     NonTemporal,
     /// As `NonTemporal`, and what was read leaves the core's own caches for the shared one: for a source that a device
-    /// writes again soon, which is slow while a core still holds it.
+    /// writes again soon, which is slow while a core still holds it. Runs shorter than 256 bytes, and copies that overlap,
+    /// are as with `Temporal`.
     Relay,
 }
 

@@ -51,13 +51,13 @@ pub(super) unsafe fn copy(src: *const u8, dst: *mut u8, len: usize) {
 #[inline]
 pub(super) fn demote(src: *const u8, len: usize) {
     #[cfg(target_arch = "x86_64")]
-    for offset in (0..len).step_by(x86::LINE) {
+    for offset in (0..len + src.addr() % x86::LINE).step_by(x86::LINE) {
         // SAFETY: `cldemote [rax]`, spelled in bytes as not every assembler knows it: a hint about one line that changes no
         // data, no register and no flag, and faults on no address.
         unsafe {
             std::arch::asm!(
                 ".byte 0x0f, 0x1c, 0x00",
-                in("rax") src.wrapping_add(offset),
+                in("rax") src.wrapping_sub(src.addr() % x86::LINE).wrapping_add(offset),
                 options(nostack, preserves_flags),
             );
         }

@@ -15,7 +15,7 @@ pub use params::{
     INLINE_WORDS_LARGE, INLINE_WORDS_SMALL, PARAM_BYTES_LARGE, PARAM_BYTES_SMALL, ParamBuffer, STRIDED_LOOPS,
     StridedHeader, StridedLoopParams, StridedReport, StridedSideParams,
 };
-pub use plan::{MAX_INLINE_BASES, MOST_INLINE_PAIRS, StridedCopyPlan, StridedMode};
+pub use plan::{MAX_INLINE_BASES, StridedCopyPlan, StridedMode};
 pub use shape::{Link, SideName, StridedError, StridedLoop, StridedShape, StridedSide, Walk};
 
 #[cfg(test)]

@@ -3,10 +3,6 @@
 use super::params::{INLINE_WORDS_LARGE, STRIDED_LOOPS, StridedLoopParams};
 use super::{Divisor, Link, SideName, StridedError, StridedLoop, StridedShape, StridedSide, Walk};
 
-/// Most id pairs that travel with a launch. More cost the driver as much to copy as a table costs to upload, and threads
-/// that want different words of the parameters wait for each other (3,000 pairs: 380 us inline, 262 in a table, H200).
-pub const MOST_INLINE_PAIRS: usize = 1024;
-
 /// Region bases beyond this many, of both sides together, belong in a table in memory: inline they would be copied at
 /// every launch.
 pub const MAX_INLINE_BASES: usize = 256;
@@ -195,11 +191,10 @@ impl StridedCopyPlan {
         self.bases() <= MAX_INLINE_BASES
     }
 
-    /// Most id pairs that travel inline, beside the bases if those do.
+    /// Most id pairs that fit inline, beside the bases if those are.
     #[must_use]
     pub const fn inline_pairs(&self) -> usize {
-        let room = INLINE_WORDS_LARGE - if self.inline_bases() { self.bases() } else { 0 };
-        if room < MOST_INLINE_PAIRS { room } else { MOST_INLINE_PAIRS }
+        INLINE_WORDS_LARGE - if self.inline_bases() { self.bases() } else { 0 }
     }
 
     /// Most id pairs of one launch, at least 1: pieces are counted in 31 bits. Longer lists take several launches.

@@ -197,7 +197,7 @@ fn the_kernel_is_the_smallest_that_holds_the_words() {
         Err(GeometryError::TooManyWords { words: 4035, limit: INLINE_WORDS_LARGE })
     );
     assert_eq!((INLINE_WORDS_SMALL, INLINE_WORDS_LARGE), (451, 4034));
-    assert_eq!(plan.inline_pairs(), MOST_INLINE_PAIRS);
+    assert_eq!(plan.inline_pairs(), 4032);
     let rows = plan_rows(128);
     assert_eq!(rows.launch(8, 451, 132, 16).unwrap().kernel, Kernel::StridedWord);
     assert_eq!(rows.launch(8, 452, 132, 16).unwrap().kernel, Kernel::StridedWordLarge);

@@ -322,20 +322,24 @@ impl Case {
                 let before = world.last_of(stream);
                 put(world, ExchangeFlags::OPEN, stream, None);
                 let own = put(world, ExchangeFlags::OWN, stream + 1000, before);
+                let others = || pieces.iter().enumerate().filter(|(target, _)| *target != rank);
                 let mut targets = vec![false; peers.len()];
-                for (target, list) in pieces.iter().enumerate().filter(|(target, _)| *target != rank) {
-                    let base = peers[target].pool + self.place(target);
-                    for (src, dst, run, loops) in list {
-                        targets[target] |= *run > 0 && loops.iter().all(|l| l.count > 0);
-                        pitched(world, rank, *src, base + dst, *run, loops);
-                    }
+                for (target, list) in others() {
+                    let bytes = |(_, _, run, loops): &Runs| *run > 0 && loops.iter().all(|l| l.count > 0);
+                    targets[target] = list.iter().any(bytes);
                 }
                 let state = world.blocks[memory.state].address();
                 let arrive = ExchangeArriveParams::new(state, &targets);
                 world.small(Kernel::ExchangeArrive, rank, arrive.as_bytes(), ExchangeArriveParams::GEOMETRY);
+                for (target, list) in others() {
+                    let base = peers[target].pool + self.place(target);
+                    for (src, dst, run, loops) in list {
+                        pitched(world, rank, *src, base + dst, *run, loops);
+                    }
+                }
                 let row = 8 * MAX_RANKS as u64;
                 let line = 64 * MAX_RANKS as u64;
-                for (target, _) in targets.iter().enumerate().filter(|(_, wanted)| **wanted) {
+                for (target, _) in others() {
                     let from = state + std::mem::offset_of!(LocalState, staging) as u64 + 8 * target as u64;
                     let to = peers[target].control + ARRIVALS_OFFSET + 64 * rank as u64;
                     world.copy(rank, (from, row), (to, line), 8, 2);

@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use kvferry_layout::{BlockDim, BlockId, Dtype, KvOrder, Layout, LayoutConfig};
 
-use super::model::{CostModel, Curve, Direction, Work};
+use super::model::{CostModel, Curve, Direction, STAGE_SLOT, Work};
 use crate::error::Result;
 use crate::memory::MemoryKind;
 use crate::physical::PhysicalLayout;
@@ -142,7 +142,7 @@ impl Probe<'_> {
         let ids: Vec<BlockId> = (0..blocks as u32).map(|at| BlockId(2 * at)).collect();
         let seconds = self.median(&src, &dst, &ids, Engine::Staged, REPEATS)?;
         let bytes = blocks * run * parts;
-        let work = Work { bytes, run, hop_run: run * parts, group: bytes.min(15 << 20) };
+        let work = Work { bytes, run, hop_run: run * parts, group: bytes.min(STAGE_SLOT) };
         let strategy = TransferStrategy::between(self.src, self.dst);
         let mut bare = model.clone();
         for direction in [&mut bare.h2d, &mut bare.d2h] {

@@ -5,6 +5,6 @@ mod model;
 mod store;
 
 pub use measure::{CalibrateOptions, calibrate};
-pub(crate) use model::Work;
 pub use model::{CostModel, Curve, Direction, MODEL_VERSION};
+pub(crate) use model::{STAGE_SLOT, Work};
 pub use store::{Saved, load_calibration, save_calibration};

@@ -7,7 +7,10 @@ use kvferry_cuda::DeviceInfo;
 use crate::transfer::{Engine, TransferStrategy};
 
 /// Version of the saved form.
-pub const MODEL_VERSION: u32 = 1;
+pub const MODEL_VERSION: u32 = 2;
+
+/// Bytes of a slot of the device ring in a context with its default limits.
+pub(crate) const STAGE_SLOT: u64 = 23 << 20;
 
 /// Share of the copy engine's rate that is left when it works group by group.
 const BETWEEN_GROUPS: f64 = 0.99;

@@ -9,7 +9,7 @@ use kvferry_layout::{CopyPlan, Side};
 use super::host::{hint, last_level_cache};
 use super::options::TransferOptions;
 use super::strategy::{Engine, TransferStrategy};
-use crate::calibrate::{CostModel, Work};
+use crate::calibrate::{CostModel, STAGE_SLOT, Work};
 use crate::error::{Error, Result};
 use crate::memory::MemoryKind;
 
@@ -89,7 +89,7 @@ enum Staged {
     TooLarge(u64),
     /// The ring is between host and device.
     NoHost,
-    /// Its next slot is held by a job that waits for a caller's stream.
+    /// A slot is held by a job that waits for a caller's stream.
     HeldUp,
 }
 
@@ -122,7 +122,7 @@ impl GpuAsked {
         GpuAsked {
             model: Arc::new(CostModel::h200()),
             sm_count: 132,
-            stage_slot: 23 << 20,
+            stage_slot: STAGE_SLOT,
             bounce_slot: 3 << 20,
             kernel_only: None,
             held_up: false,

@@ -136,8 +136,8 @@ impl ExchangeQueue {
         let words = CopyBox::rows(8, 2, 8 * kvferry_kernels::MAX_RANKS as u64, step);
         for (target, peer) in self.link.table().iter().enumerate().filter(|&(target, _)| target != rank) {
             let (src, dst) = (staging + 8 * target as u64, peer.control + arrival_offset(0, rank));
-            // SAFETY: two words of the state and two of the peer's control block, both kept by the link; the stream is one
-            // of the current context.
+            // SAFETY: two words of the state (a row of `staging` apart, which has two) and two of the peer's control block
+            // (a parity's arrival words apart, likewise), both kept by the link; the stream is one of the current context.
             unsafe { words.enqueue(src, dst, way.handle) }?;
         }
         Ok(())

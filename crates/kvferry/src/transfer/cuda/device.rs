@@ -20,7 +20,7 @@ use crate::transfer::strategy::TransferStrategy;
 const STREAMS: usize = 4;
 /// Id pairs of one chunk of the ring for lists that do not fit into a kernel's parameters. Few enough that the first
 /// kernel starts while the rest of a long list is written, many enough that a kernel more costs nothing.
-const CHUNK_PAIRS: usize = 32 << 10;
+pub(super) const CHUNK_PAIRS: usize = 32 << 10;
 /// Bytes of those, at eight a pair: 256 KiB.
 const CHUNK_BYTES: u64 = CHUNK_PAIRS as u64 * 8;
 
@@ -36,7 +36,7 @@ pub(crate) struct Limits {
 impl Limits {
     /// Chunks of the id ring: a quarter of the pinned memory, and no more than a sixteenth of the device's.
     fn chunks(self) -> usize {
-        (self.pinned_bytes / 4 / CHUNK_BYTES).min(self.staging_bytes / 16 / CHUNK_BYTES).max(1) as usize
+        (self.pinned_bytes / 4 / CHUNK_BYTES).min(self.staging_bytes / 16 / CHUNK_BYTES).max(2) as usize
     }
 
     /// Bytes of all of them, pinned and as many on the device.

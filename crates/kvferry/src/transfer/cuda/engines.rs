@@ -64,16 +64,27 @@ const COPY_TENTHS_US: u64 = 12;
 /// Groups of a staged transfer. The first is one block, so that copies begin at once; each one after it is as large as can
 /// be put in while the one before is on the link, and twice as large at least: the copy engine stands still for 5 us
 /// between two groups.
-fn ramped(mut pairs: &[u64], most: usize, block_bytes: u64) -> impl Iterator<Item = &[u64]> {
+fn ramped(
+    mut pairs: &[u64],
+    most: usize,
+    block_bytes: u64,
+    copies_per_block: u64,
+) -> impl Iterator<Item = &[u64]> {
     let mut size = 1;
     std::iter::from_fn(move || {
         let (group, rest) = pairs.split_at_checked(size).unwrap_or((pairs, &[]));
         let link_us = block_bytes.saturating_mul(size as u64) / LINK_BYTES_PER_US;
         let copies = link_us.saturating_sub(GROUP_US).saturating_mul(10) / COPY_TENTHS_US;
-        (pairs, size) = (rest, usize::try_from(copies).unwrap_or(most).max(2 * size).min(most));
+        let blocks = copies / copies_per_block.max(1);
+        (pairs, size) = (rest, usize::try_from(blocks).unwrap_or(most).max(2 * size).min(most));
         (!group.is_empty()).then_some(group)
     })
 }
+
+/// Id pairs that go with a launch rather than through a table. More cost the driver as much to copy as a table costs to
+/// upload, and threads that want different words of the parameters wait for each other (3,000 pairs: 380 us with the
+/// launch, 262 through a table, H200).
+const FEW_PAIRS: usize = 1024;
 
 /// Between two looks for a free table.
 const LEASE_PAUSE: Duration = Duration::from_micros(50);
@@ -102,30 +113,29 @@ impl Launch<'_> {
         self.max_ctas.min(copy.enough_ctas())
     }
 
-    /// The strided copy kernel between the layouts themselves. Long id lists go through the ring, all of them or none.
+    /// The strided copy kernel between the layouts themselves. Few ids go with the launch, long lists through the ring, all
+    /// of them or none.
     pub(super) fn by_kernel(&self, flight: &mut Flight) -> std::result::Result<(), Stopped> {
         let copy = self.kernel()?;
-        let blocks = self.plan.blocks() as usize;
-        if blocks <= copy.inline_pairs() {
+        let (ring, blocks) = (&self.device.pairs, self.plan.blocks() as usize);
+        let chunk = ring.chunk_pairs();
+        let chunks = (0..blocks).step_by(chunk).map(|first| (first as u32, chunk.min(blocks - first)));
+        let room = if blocks <= FEW_PAIRS.min(copy.inline_pairs()) {
+            None
+        } else if blocks <= copy.inline_pairs() {
+            // They fit a launch as well: nobody waits for a table, and a graph needs none.
+            let room = if self.capturing { None } else { ring.lease(blocks)? };
+            room.map(|room| vec![room])
+        } else if self.capturing {
+            return self.captured_tables(&copy, chunks, flight);
+        } else {
+            Some(self.lease_all(chunks.clone().map(|(_, len)| len))?)
+        };
+        let Some(room) = room else {
             return with_pairs(self.plan, |pairs| {
                 Ok(copy.launch(self.cx, self.stream, pairs, self.ctas(&copy), flight)?)
             });
-        }
-        let chunk = self.device.pairs.chunk_pairs();
-        let chunks = (0..blocks).step_by(chunk).map(|first| (first as u32, chunk.min(blocks - first)));
-        if self.capturing {
-            // Replays read the tables as long as the graph lives, so they must be the graph's own.
-            return with_pairs(self.plan, |pairs| {
-                for (first, len) in chunks {
-                    let pairs = &pairs[first as usize..first as usize + len];
-                    let table =
-                        PairRing::own_table(&self.device.gpu, pairs).map_err(Stopped::after(first))?;
-                    self.launch_table(&copy, &table, flight).map_err(Stopped::after(first))?;
-                }
-                Ok(())
-            });
-        }
-        let room = chunks.clone().map(|(_, len)| self.lease(len)).collect::<Result<Vec<_>>>()?;
+        };
         for (room, (first, _)) in room.into_iter().zip(chunks) {
             let table = room.fill(|pairs| self.plan.pack(first, pairs));
             // On a stream of its own, so that the list does not wait for what this stream has to do before; the copies of
@@ -134,6 +144,23 @@ impl Launch<'_> {
             self.launch_table(&copy, &table, flight).map_err(Stopped::after(first))?;
         }
         Ok(())
+    }
+
+    /// Replays read the tables as long as the graph lives, so they are the graph's own. All are made before anything is
+    /// captured: half a transfer is no part of a graph.
+    fn captured_tables(
+        &self,
+        copy: &Arc<StridedCopy>,
+        chunks: impl Iterator<Item = (u32, usize)>,
+        flight: &mut Flight,
+    ) -> std::result::Result<(), Stopped> {
+        with_pairs(self.plan, |pairs| {
+            let own = |(first, len): (u32, usize)| {
+                PairRing::own_table(&self.device.gpu, &pairs[first as usize..first as usize + len])
+            };
+            let tables = chunks.map(own).collect::<std::result::Result<Vec<_>, _>>()?;
+            Ok(tables.iter().try_for_each(|table| self.launch_table(copy, table, flight))?)
+        })
     }
 
     fn launch_table(
@@ -145,23 +172,32 @@ impl Launch<'_> {
         copy.launch_table(self.cx, self.stream, table, self.ctas(copy), flight)
     }
 
-    /// Room for a table in the ring. Waits briefly while all of it is leased, as a launch into a full queue does.
-    fn lease(&self, pairs: usize) -> Result<PairLease> {
-        let ring = &self.device.pairs;
+    /// Room for tables of so many pairs each. Waits briefly while the ring is leased, as a launch into a full queue does.
+    fn lease_all(&self, tables: impl Iterator<Item = usize>) -> Result<Vec<PairLease>> {
+        let (ring, blocks) = (&self.device.pairs, self.plan.blocks() as usize);
+        let limit = ring.capacity_pairs();
+        if blocks > limit {
+            return Err(Error::Unsupported {
+                what: format!("a list of {blocks} block ids on GPU {}", self.device.gpu.ordinal()),
+                why: format!(
+                    "the ring for long lists holds {limit}: raise staging_bytes and pinned_bytes, or split the list"
+                ),
+            });
+        }
         let deadline = Instant::now() + BACK_PRESSURE;
-        loop {
+        let lease = |pairs| loop {
             if let Some(room) = ring.lease(pairs)? {
                 return Ok(room);
             }
             if Instant::now() >= deadline {
-                let limit = ring.capacity_pairs() as u64;
-                return Err(Error::Busy { what: "the ring for long id lists", limit });
+                return Err(Error::Busy { what: "the ring for long id lists", limit: limit as u64 });
             }
             // Jobs that nobody asks about keep their tables. Ended on the lanes' threads: this one may hold locks that
             // completion callbacks take.
             self.lanes.attend_each();
             std::thread::sleep(LEASE_PAUSE);
-        }
+        };
+        tables.map(lease).collect()
     }
 
     /// The strided copy kernel with ids that it reads from device memory when it runs.
@@ -251,19 +287,21 @@ impl Launch<'_> {
         let mut slots = Vec::with_capacity(staged.group);
         // Held to the end, so that no other job puts its event into a slot between our wait and our use of it.
         let mut turn = staged.stage.turn();
-        for group in ramped(pairs, staged.group, staged.hop.block_bytes()) {
-            let (slot, last_use) = turn.take();
+        let (bytes, copies) = (staged.hop.block_bytes(), staged.hop.runs_per_block());
+        for group in ramped(pairs, staged.group, bytes, copies) {
+            let (slot, last_use, held_up) = turn.take();
+            let uncertain = self.uncertain || held_up;
             let copies = match self.hop(staged, slot, group, up) {
                 Ok(copies) => copies,
                 Err(error) => {
-                    last_use.into_iter().for_each(|event| turn.give(slot, event, self.uncertain));
+                    last_use.into_iter().for_each(|event| turn.give(slot, event, uncertain));
                     return Err(error);
                 }
             };
             if let Some(event) = last_use
                 && let Err(error) = gpu.wait_event(self.cx, first, &event)
             {
-                turn.give(slot, event, self.uncertain);
+                turn.give(slot, event, uncertain);
                 return Err(error.into());
             }
             slots.clear();
@@ -289,11 +327,11 @@ impl Launch<'_> {
                 self.mark(second)
             })();
             match enqueued {
-                Ok(event) => turn.give(slot, event, self.uncertain),
+                Ok(event) => turn.give(slot, event, uncertain),
                 Err(error) => {
                     // Whatever was put on the streams may still use the slot.
                     match self.follow(second, first).and_then(|()| self.mark(second)) {
-                        Ok(event) => turn.give(slot, event, self.uncertain),
+                        Ok(event) => turn.give(slot, event, uncertain),
                         Err(_) => gpu.synchronize()?,
                     }
                     return Err(error.into());
@@ -349,8 +387,12 @@ mod tests {
     use super::*;
 
     fn sizes(blocks: usize, most: usize, block_bytes: u64) -> Vec<usize> {
+        sizes_of(blocks, most, block_bytes, 1)
+    }
+
+    fn sizes_of(blocks: usize, most: usize, block_bytes: u64, copies: u64) -> Vec<usize> {
         let pairs: Vec<u64> = (0..blocks as u64).collect();
-        let groups: Vec<&[u64]> = ramped(&pairs, most, block_bytes).collect();
+        let groups: Vec<&[u64]> = ramped(&pairs, most, block_bytes, copies).collect();
         assert_eq!(groups.concat(), pairs);
         groups.into_iter().map(<[u64]>::len).collect()
     }
@@ -361,6 +403,8 @@ mod tests {
         // A large block keeps the link busy while all the rest of a group is put in.
         assert_eq!(sizes(8, 12, 2 << 20), [1, 7]);
         assert_eq!(sizes(64, 12, 2 << 20), [1, 12, 12, 12, 12, 12, 3]);
+        // Unless it takes many copies.
+        assert_eq!(sizes_of(16, 12, 2 << 20, 8), [1, 2, 5, 8]);
         // Small ones do not.
         assert_eq!(sizes(31, 400, 4096), [1, 2, 4, 8, 16]);
         assert_eq!(sizes(7, 1, 2 << 20), [1; 7]);

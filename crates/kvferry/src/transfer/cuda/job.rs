@@ -6,8 +6,12 @@ use std::sync::{Arc, Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
 use kvferry_cuda::{BadId, ContextGuard, CudaError, Event, Flight, Gpu, StreamHandle};
+use kvferry_kernels::{
+    INLINE_WORDS_LARGE, INLINE_WORDS_SMALL, MAX_INLINE_BASES, PARAM_BYTES_LARGE, PARAM_BYTES_SMALL,
+};
 use kvferry_layout::CopyPlan;
 
+use super::device::CHUNK_PAIRS;
 use super::expect::Expected;
 use super::lanes::Ticket;
 use super::reports::ReportLease;
@@ -28,10 +32,6 @@ const ALERT: Duration = Duration::from_micros(80);
 const ALERT_SHARE: u32 = 8;
 /// Longest that anybody asks without pause, or sleeps on nothing but a forecast.
 const LONG: Duration = Duration::from_millis(1);
-/// What a launch takes of the driver's queue beside its ids.
-const LAUNCH_BYTES: usize = 4 << 10;
-/// Id pairs that fit into a kernel's parameters.
-const MOST_INLINE: usize = 1 << 10;
 
 /// Where a job stands.
 enum State {
@@ -120,8 +120,13 @@ impl CudaJob {
     /// Bytes of parameters that its launches hold in the driver's queue, roughly.
     pub(super) fn weight(&self) -> usize {
         lock(&self.account).as_ref().map_or(0, |account| {
-            let pairs = account.plan.blocks() as usize;
-            LAUNCH_BYTES + 8 * pairs.min(MOST_INLINE)
+            // Bases, whose number is not known here, may take their part of the small parameters. What does not fit the
+            // large ones either comes in tables.
+            match account.plan.blocks() as usize {
+                pairs if pairs + MAX_INLINE_BASES <= INLINE_WORDS_SMALL => PARAM_BYTES_SMALL,
+                pairs if pairs <= INLINE_WORDS_LARGE => PARAM_BYTES_LARGE,
+                pairs => PARAM_BYTES_SMALL * (1 + pairs / CHUNK_PAIRS),
+            }
         })
     }
 

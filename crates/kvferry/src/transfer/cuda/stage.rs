@@ -62,21 +62,27 @@ impl DeviceStage {
         lock(&self.turn)
     }
 
-    /// Whether the next slot is held up by a caller's stream.
+    /// Whether a slot is held up by a caller's stream. Any of them: a job takes them in turn.
     pub(crate) fn held_up(&self) -> bool {
         // Whoever has it is putting a job on its streams, and may be held up itself.
         let Ok(turn) = self.turn.try_lock() else { return true };
-        let pending = |event: &Arc<Event>| !event.query().unwrap_or(true);
-        turn.foreign[turn.next] && turn.last_use[turn.next].as_ref().is_some_and(pending)
+        (0..DEVICE_SLOTS).any(|slot| turn.held_up(slot))
     }
 }
 
 impl DeviceTurn {
-    /// The next slot, and the event that frees it.
-    pub(crate) fn take(&mut self) -> (usize, Option<Arc<Event>>) {
+    fn held_up(&self, slot: usize) -> bool {
+        let pending = |event: &Arc<Event>| !event.query().unwrap_or(true);
+        self.foreign[slot] && self.last_use[slot].as_ref().is_some_and(pending)
+    }
+
+    /// The next slot, the event that frees it, and whether that waits for a caller's stream, as does then whoever has the
+    /// slot next.
+    pub(crate) fn take(&mut self) -> (usize, Option<Arc<Event>>, bool) {
         let slot = self.next;
         self.next = (slot + 1) % DEVICE_SLOTS;
-        (slot, self.last_use[slot].take())
+        let held_up = self.held_up(slot);
+        (slot, self.last_use[slot].take(), held_up)
     }
 
     /// The slot is free again once `event` is done.
