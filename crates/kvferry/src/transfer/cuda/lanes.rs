@@ -24,8 +24,8 @@ use crate::transfer::lock;
 const MOST: usize = 64;
 
 /// Bytes of launches that a stream may hold: the driver (580, H200) blocks after 119 launches with 32 KB of parameters, 232
-/// with 16 KB, 732 with 4 KB, 1,020 with 1 KB.
-const QUEUE_BYTES: usize = 2 << 20;
+/// with 16 KB, 732 with 4 KB, 1,020 with 1 KB, and sooner where streams share a channel (fewer than 64 with 32 KB).
+const QUEUE_BYTES: usize = 1 << 20;
 /// Jobs that fit whatever they hold.
 const FEW: usize = 32;
 /// How long a submission waits for a full queue before it is refused.
