@@ -167,6 +167,11 @@ impl BatchCopies {
         }
         let handle = flight.board(&gpu, cx, stream).map_err(none)?;
         flight.hold(Arc::clone(&self.sides) as Owner);
+        if self.len() == 1 {
+            // One copy by itself starts 4 us sooner than a batch of one (H200).
+            // SAFETY: as below.
+            return unsafe { self.copies.each(handle, 0) }.map_err(none);
+        }
         // SAFETY: every copy was found inside both of its regions (`push`), the destination writable; the flight holds
         // the regions until the stream has done the work. The context is current and the stream is one of it, neither
         // legacy nor capturing.

@@ -195,6 +195,10 @@ impl Monitor {
             if let Some(first) = &*first {
                 return first.clone();
             }
+            // What peers do because this rank has closed is no failure of its own.
+            if self.is_closed() {
+                return failure;
+            }
             *first = Some(failure.clone());
             // Before anybody here can know it: what a thread that does then sends, a goodbye for one, comes after this.
             if let Some(refusal) = tell
@@ -206,7 +210,6 @@ impl Monitor {
             if let (Some(step), Some(mesh)) = (step, self.mesh.get()) {
                 mesh.turn_down(step);
             }
-            // A closed communicator stays closed.
             let _ = self.phase.compare_exchange(OPEN, BROKEN, Ordering::AcqRel, Ordering::Acquire);
             self.abort_backend();
         }
@@ -223,6 +226,10 @@ impl Monitor {
     /// What ended a call becomes what broke the communicator.
     pub(crate) fn fault(&self, fault: Fault) -> Error {
         let Fault { kind, peer, epoch, op } = fault;
+        // Closed under the call: what it found on its way out is no news.
+        if self.is_closed() && self.broken_by().is_none() && !matches!(kind, FaultKind::Interrupted) {
+            return Error::ExchangeClosed;
+        }
         let when = When { epoch, op };
         let mismatch = |reason| ExchangeFailure::Mismatch { rank: peer, reason, when };
         // Every rank that is in the call has seen the same headers, and the others will when they call.
@@ -239,10 +246,6 @@ impl Monitor {
                 (ExchangeFailure::Failed { rank: peer, reason, when }, Some(None))
             }
             FaultKind::Interrupted => return self.interrupted(op.map_or("a call", ExchangeOp::name)),
-            // Closed under the call, and nothing else was wrong.
-            FaultKind::Aborted if self.is_closed() && self.broken_by().is_none() => {
-                return Error::ExchangeClosed;
-            }
             FaultKind::Aborted => return self.failure().into(),
             FaultKind::PeerLeft => return self.closed_by(peer).into(),
         };
