@@ -43,10 +43,9 @@ const MAX_PROBES: usize = 64;
 /// [`PlanError::BlockId`] or [`PlanError::DuplicateDestination`], with positions.
 pub fn check_ids(side: Side, ids: &[BlockId], num_blocks: u64) -> Result<(), PlanError> {
     let beyond = |&BlockId(id): &BlockId| u64::from(id) >= num_blocks;
-    // The largest first: as plain integers that is a few ids per instruction, where looking for the first bad one is not.
-    let largest = ids.iter().fold(0, |largest: u32, id| largest.max(id.0));
+    // The largest first: looking for the first bad one takes longer.
     if !ids.is_empty()
-        && beyond(&BlockId(largest))
+        && beyond(&largest(ids))
         && let Some(index) = ids.iter().position(beyond)
     {
         return Err(PlanError::BlockId { side, index, value: ids[index].0.into(), limit: num_blocks });
@@ -64,6 +63,11 @@ pub fn check_ids(side: Side, ids: &[BlockId], num_blocks: u64) -> Result<(), Pla
             Err(PlanError::DuplicateDestination { value: value.0, first, second })
         }
     }
+}
+
+/// The largest id; 0 of none. Plain integers, so that one instruction compares several.
+pub(crate) fn largest(ids: &[BlockId]) -> BlockId {
+    BlockId(ids.iter().fold(0, |largest, id| largest.max(id.0)))
 }
 
 /// The first position whose id is at an earlier one too. All ids are below `num_blocks`.

@@ -1,6 +1,6 @@
 //! Long lists of blocks that have nothing to do with one another: checked and packed in one pass.
 
-use crate::ids::{BlockId, bitmap_words};
+use crate::ids::{BlockId, bitmap_words, largest};
 
 /// Shorter lists are checked as fast pass by pass.
 const LONG: usize = 1024;
@@ -47,9 +47,7 @@ pub(crate) fn pack_plain(src: &[BlockId], dst: &[BlockId], blocks: [u64; 2]) -> 
     }
     let mut seen = vec![0u64; bitmap_words(dst.len(), blocks[1])?];
     let mut pairs = Vec::with_capacity(src.len());
-    let below = |ids: &[BlockId], blocks| {
-        u64::from(ids.iter().fold(0, |largest: u32, id| largest.max(id.0))) < blocks
-    };
+    let below = |ids: &[BlockId], blocks| u64::from(largest(ids).0) < blocks;
     let mut from = 0;
     while from < src.len() {
         let to = (from + TILE).min(src.len());
@@ -139,8 +137,11 @@ mod tests {
             twice in prop::option::of((any::<prop::sample::Index>(), any::<prop::sample::Index>())),
         ) {
             // Odd strides reach every id once; small ones make neighbours.
-            let walk = |stride: u32| (0..len as u32).map(move |at| at.wrapping_mul(2 * stride + 1).wrapping_add(seed) % (1 << 17));
-            let (src, mut dst): (Vec<u32>, Vec<u32>) = (walk(strides.0).collect(), walk(strides.1).collect());
+            let walk = |stride: u32| -> Vec<u32> {
+                let id = |at: u32| at.wrapping_mul(2 * stride + 1).wrapping_add(seed) % (1 << 17);
+                (0..len as u32).map(id).collect()
+            };
+            let (src, mut dst) = (walk(strides.0), walk(strides.1));
             if let Some((from, to)) = twice {
                 dst[to.index(len)] = dst[from.index(len)];
             }

@@ -199,7 +199,8 @@ impl CopyPlan {
     /// ```
     /// # use std::sync::Arc;
     /// # use kvferry_layout::{BlockId, CopyPlan, Dtype, KvOrder, Layout, LayoutConfig, PairPlan, PairRequest};
-    /// # let cfg = LayoutConfig::builder().num_blocks(64).num_layers(2).page_size(16).inner_dim(8).dtype(Dtype::UInt8).build()?;
+    /// # let cfg = LayoutConfig::builder().num_blocks(64).num_layers(2).page_size(16).inner_dim(8);
+    /// # let cfg = cfg.dtype(Dtype::UInt8).build()?;
     /// # let fc = Layout::fully_contiguous(cfg, KvOrder::Nhd)?;
     /// # let pair = Arc::new(PairPlan::new(&fc, &fc, &PairRequest::default())?);
     /// let plan = CopyPlan::new(pair, &[3, 4, 5, 9].map(BlockId), &[0, 1, 2, 7].map(BlockId))?;

@@ -1,9 +1,9 @@
 // How a CTA copies its share of what one rank gets.
 //
 // The words of all items of a target are counted in chunks of one round of the CTA, four words per thread; lane l of n
-// takes chunks l, l + n, ... or the l-th n-th of them. A word is found by multiplication (Divisor), or by a step from the one before it. Which word
-// width an item has was decided from everything that its addresses are made of, so no word is misaligned and no byte is
-// stored twice.
+// takes chunks l, l + n, ... or the l-th n-th of them. A word is found by multiplication (Divisor), or by a step from the
+// one before it. Which word width an item has was decided from everything that its addresses are made of, so no word is
+// misaligned and no byte is stored twice.
 #pragma once
 
 #include "kvferry/exchange_words.cuh"

@@ -120,12 +120,12 @@ impl Launch<'_> {
         let (ring, blocks) = (&self.device.pairs, self.plan.blocks() as usize);
         let chunk = ring.chunk_pairs();
         let chunks = (0..blocks).step_by(chunk).map(|first| (first as u32, chunk.min(blocks - first)));
-        let room = if blocks <= FEW_PAIRS.min(copy.inline_pairs()) {
+        let fit_a_launch = blocks <= copy.inline_pairs();
+        let room = if fit_a_launch && (self.capturing || blocks <= FEW_PAIRS) {
             None
-        } else if blocks <= copy.inline_pairs() {
-            // They fit a launch as well: nobody waits for a table, and a graph needs none.
-            let room = if self.capturing { None } else { ring.lease(blocks)? };
-            room.map(|room| vec![room])
+        } else if fit_a_launch {
+            // Better in a table, and nobody waits for one.
+            ring.lease(blocks)?.map(|room| vec![room])
         } else if self.capturing {
             return self.captured_tables(&copy, chunks, flight);
         } else {
